@@ -3,7 +3,7 @@
     python -m benchmarks.dry_run [--json] [--only tp,z3] [--times 3]
 
 Each layout is run on Gloo processes of this machine, as often as `--times` says, under two recorders in turn that the
-dry run does not know of: torch's profiler, whose allocator events count tensors (observe/profile/cpu_allocator.py), and
+dry run does not know of: torch's profiler, whose allocator events count tensors (observe/profile/allocator.py), and
 a library before the C library's own that counts every block (benchmarks/allocations.py), scratch of oneDNN, MKL and
 Gloo included. A rank's peak is the median; the counted ones are beyond what a first run has left: MKL keeps the buffers
 in which it packs matrices for each thread that multiplies (`kept_by_libraries_bytes`). Traffic must be equal, call by
@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.allocations import again_counted, counter, missing
 from meshwright.model.feed_forward import Router
 from meshwright.observe.dryrun.simulate import DryRun, dry_run
-from meshwright.observe.profile.cpu_allocator import patient, watching
+from meshwright.observe.profile.allocator import patient, watching
 from meshwright.observe.program import TrainingProgram
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import make_mesh

@@ -5,7 +5,7 @@
 A pass is the forward and the backward pass of one micro-batch in fp32, in a process of one thread; gradients are there
 already. Policies take turns, so that a machine that slows down slows all of them; seconds are processor time, the
 median of the rounds. Bytes are the peak of torch's own allocator beyond weights and gradients
-(observe/profile/cpu_allocator.py). Beside them stand a dry run of the same plan, the planner, and what the FLOP say.
+(observe/profile/allocator.py). Beside them stand a dry run of the same plan, the planner, and what the FLOP say.
 
 What the literature says (Korthikanti et al. 2022, arXiv:2205.05198): full recomputation costs 30 to 40 % more time;
 selective saves 70 % of the activations for 2.7 %. That is for code that keeps the S x S weights of attention. The
@@ -26,7 +26,7 @@ from meshwright.model import build
 from meshwright.model.seams import compute
 from meshwright.model.transformer import Transformer
 from meshwright.observe.dryrun.simulate import dry_run
-from meshwright.observe.profile.cpu_allocator import watching
+from meshwright.observe.profile.allocator import watching
 from meshwright.parallel import apply_block_call
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets

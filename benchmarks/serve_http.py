@@ -33,7 +33,7 @@ from benchmarks import stream_clients
 from benchmarks.stream_clients import ROUTES
 from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.model import build
-from meshwright.observe.tiny_models import shrink
+from meshwright.observe.oracle.features import shrink
 from meshwright.serving.engine import step_loop
 from meshwright.serving.engine.cache.blocks import CachedSequence
 from meshwright.serving.engine.engine_options import EngineOptions

@@ -22,7 +22,7 @@ from typing import Any
 
 from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.model import build
-from meshwright.observe.tiny_models import shrink
+from meshwright.observe.oracle.features import shrink
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.serving_engine import ServingEngine

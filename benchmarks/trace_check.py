@@ -29,9 +29,9 @@ from meshwright.observe.check.recorder import TraceRecorder
 from meshwright.observe.check.recording import record_ranks, record_world
 from meshwright.observe.check.rules import CheckReport, check
 from meshwright.observe.oracle.feature_matrix import Trial, trials
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.program import TrainingProgram
-from meshwright.observe.subprocesses import in_subprocesses
-from meshwright.observe.tiny_models import shrink
+from meshwright.observe.ranks import in_subprocesses
 from meshwright.parallel import make_mesh
 from meshwright.planner.explain import layout_words
 from meshwright.planner.search.ranking import search

@@ -13,7 +13,7 @@ from meshwright.kernels.attention import attend as attention
 from meshwright.kernels.attention import gpu
 from meshwright.kernels.attention.attend import Mask, attend, backend, causal_mask
 from meshwright.kernels.chooser import simulate_device
-from meshwright.observe.tiny_models import shrink
+from meshwright.observe.oracle.features import shrink
 from meshwright.spec import Layout, Plan, Recipe
 from meshwright.spec.plan.execution import LEAST_CUDNN, GpuLibraries
 from meshwright.training import device

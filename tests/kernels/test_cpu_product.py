@@ -20,7 +20,7 @@ from meshwright.kernels.chooser import simulate_device
 from meshwright.kernels.linear import cpu_product
 from meshwright.kernels.linear.linear import linears_reference
 from meshwright.model.transformer import build
-from meshwright.observe.profile.cpu_allocator import watching
+from meshwright.observe.profile.allocator import watching
 from meshwright.spec import ModelShape
 from tests.counting import Operations
 

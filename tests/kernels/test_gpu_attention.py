@@ -20,7 +20,7 @@ from meshwright.kernels.attention import varlen
 from meshwright.kernels.attention.attend import DocumentSpans, Mask, attend_reference, causal_mask
 from meshwright.kernels.attention.paged import prompt_kernel
 from meshwright.kernels.chooser import simulate_device
-from meshwright.observe.dryrun.workspaces import workspace_bytes
+from meshwright.observe.dryrun.simulate import workspace_bytes
 from meshwright.planner.cost import speeds
 from meshwright.planner.explain import caveats
 from meshwright.planner.step.predict import predict

@@ -13,7 +13,7 @@ from meshwright.kernels.linear.weight_gradients import (
     sum_of,
     use_alias,
 )
-from meshwright.observe.profile.cpu_allocator import watching
+from meshwright.observe.profile.allocator import watching
 from tests.kernels.exactness import tensors
 
 BF16 = torch.bfloat16

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from meshwright.model import Transformer, build
 from meshwright.model.init import width_deviation
-from meshwright.observe.tiny_models import VOCAB, shrink
+from meshwright.observe.oracle.features import VOCAB, shrink
 
 __all__ = ["DENSE", "KINDS", "VOCAB", "model", "shrink"]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.observe.dryrun.workspaces import cpu_workspace_bytes
-from meshwright.observe.profile.cpu_allocator import totals, watching
+from meshwright.observe.dryrun.simulate import cpu_workspace_bytes
+from meshwright.observe.profile.allocator import totals, watching
 
 MB = 2**20
 

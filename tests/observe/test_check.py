@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright import compat
-from meshwright.observe.check import deadlock
+from meshwright.observe.check import rules
 from meshwright.observe.check.events import (
     CommunicationOperation,
     Communicator,
@@ -29,8 +29,8 @@ from meshwright.observe.check.events import (
 from meshwright.observe.check.recorder import TraceRecorder
 from meshwright.observe.check.recording import abbreviate_plan, record_world
 from meshwright.observe.check.rules import check
-from meshwright.observe.subprocesses import in_subprocesses
-from meshwright.observe.tiny_models import shrink
+from meshwright.observe.oracle.features import shrink
+from meshwright.observe.ranks import in_subprocesses
 from meshwright.parallel import Mesh, make_mesh
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
@@ -104,7 +104,7 @@ def test_a_receive_posted_at_the_start_of_a_step_is_a_deadlock_where_kernels_are
         return replace(trace, events=(first, *events))
 
     world = changed(changed(sound(pipeline()), 0, early), 2, early)
-    assert not list(deadlock.deadlocks(world, "none"))  # without the loading of kernels nobody would see it
+    assert not list(rules.deadlocks(world, "none"))  # without the loading of kernels nobody would see it
     (violation,) = check(world).violations
     assert violation.rule == "deadlock"
     lines = violation.text.splitlines()
@@ -115,7 +115,7 @@ def test_a_receive_posted_at_the_start_of_a_step_is_a_deadlock_where_kernels_are
 
 
 def test_a_receive_is_open_until_its_wait_only() -> None:
-    every = list(deadlock.deadlocks(sound(pipeline()), "every"))
+    every = list(rules.deadlocks(sound(pipeline()), "every"))
     assert not every
 
 

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from meshwright import planfile
-from meshwright.observe.compare.disagreement import explanation
+from meshwright.observe.compare.comparison import Column, Comparison, columns, compare, planned_column
 from meshwright.observe.compare.finished_run import open_run
-from meshwright.observe.compare.judge import Comparison, compare
-from meshwright.observe.compare.sources_of_columns import Column, columns, planned_column
-from meshwright.observe.compare.table import as_json
+from meshwright.observe.compare.table import as_json, explanation
 from meshwright.observe.dryrun.document import dry_run_document
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.shared_document import TimePart, parse_document

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from meshwright import __version__
+from meshwright.observe.compare.comparison import columns
 from meshwright.observe.compare.finished_run import open_run, refuse_other, same_program
-from meshwright.observe.compare.sources_of_columns import columns
 from meshwright.observe.dryrun.document import dry_run_document
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.shared_document import SharedDocument, parse_document

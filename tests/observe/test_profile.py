@@ -12,11 +12,9 @@ import torch
 
 from meshwright.compat import torch_compile
 from meshwright.observe.profile.allocator import POINTS, thin_curve
-from meshwright.observe.profile.clock import HostClock
-from meshwright.observe.profile.collective_times import CollectiveCall, WaitSpan
+from meshwright.observe.profile.clock import CollectiveCall, HostClock, WaitSpan
 from meshwright.observe.profile.measure import FIRST, Profile, RankProfile, _Rounds, gather_profile, measure
-from meshwright.observe.profile.perfetto import trace
-from meshwright.observe.profile.profile_document import profile_document
+from meshwright.observe.profile.profile_document import profile_document, trace
 from meshwright.observe.profile.step_record import PARTS, PASSES, StepRecorder, TimedCall, TimedStep, part_of
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.shared_document import Ran, parse_document

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.observe.ranks import SERVER
-from meshwright.observe.subprocesses import TooLong, _serve, in_subprocesses
+from meshwright.observe.ranks import SERVER, TooLong, _serve_task, in_subprocesses
 from meshwright.spec.errors import PlanError
 
 
@@ -35,7 +34,7 @@ def test_who_was_interrupted_is_told_nothing_more(kind: str) -> None:
     here.close()
     before = signal.getsignal(signal.SIGINT)
     try:
-        _serve(there, _square if kind == "fine" else _fails, (2,) if kind == "fine" else (kind,))
+        _serve_task(there, _square if kind == "fine" else _fails, (2,) if kind == "fine" else (kind,))
     finally:
         signal.signal(signal.SIGINT, before)
 

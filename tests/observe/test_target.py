@@ -9,8 +9,8 @@ import torch
 from meshwright import compat
 from meshwright.kernels.attention.attend import Mask, attend
 from meshwright.kernels.chooser import simulate_device
+from meshwright.observe.dryrun.simulate import workspace_bytes
 from meshwright.observe.dryrun.storage_tracker import StorageWatch
-from meshwright.observe.dryrun.workspaces import workspace_bytes
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.oracle.one_device import Case
-from meshwright.observe.tiny_models import shrink
 from tests.oracle.traffic import Drawn, differences, drawn
 
 MQA = Case(shape=replace(shrink("qwen2.5-0.5b"), kv_heads=1))

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.oracle.one_device import RECIPE, Case, case_batch, first_difference, outcome
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.axes.data import local
 from meshwright.parallel.groups.group import gather_objects

@@ -22,9 +22,9 @@ from meshwright.kernels.linear import cpu_product
 from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
 from meshwright.model import Transformer, build
 from meshwright.observe.oracle.feature_matrix import CASE, DENSE
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.oracle.one_device import BANDS, ZERO, Case, RankOutcome, first_difference, outcome
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import make_mesh, on_one_device
 from meshwright.parallel.blocks.compiling import VARIANTS, compile_notes, is_compiled, resolve_auto
 from meshwright.parallel.groups.group import Traffic
@@ -333,7 +333,7 @@ def test_a_long_sequence_is_one_graph_as_well(name: str, monkeypatch: pytest.Mon
 STEP = """
 import json, torch
 from meshwright.model import build
-from meshwright.observe.tiny_models import shrink
+from meshwright.observe.oracle.features import shrink
 from meshwright.parallel import on_one_device
 from meshwright.spec import Layout
 

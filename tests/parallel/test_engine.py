@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.oracle.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout
 from tests.model.shrunk import KINDS

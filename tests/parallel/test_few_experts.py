@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.oracle.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Engine, build_engine
 from meshwright.parallel.groups.mesh import ProcessGroups, make_mesh
 from meshwright.spec import Layout, MoEShape

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.oracle.one_device import BANDS, Case, first_difference, outcome
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel.groups.group import gather_objects
 from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from meshwright import compat
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.ranks import LIMIT_S, on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel.groups import mesh
 from meshwright.parallel.groups.mesh import ProcessGroups, make_group, make_mesh, saving_group
 from meshwright.spec import Layout

@@ -13,9 +13,9 @@ from meshwright.kernels.linear.linear import linear
 from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
 from meshwright.model import Transformer
 from meshwright.observe.oracle.feature_matrix import DENSE, EVERY_EXPERT
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.oracle.one_device import BANDS, Case, RankOutcome, first_difference, outcome
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.axes.data import Bucket, local
 from meshwright.parallel.groups.mesh import ProcessGroups

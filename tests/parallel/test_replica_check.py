@@ -7,9 +7,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.oracle.one_device import RECIPE, Case, case_batch
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.axes.data import local
 from meshwright.parallel.engine import CHUNK, check_replicas, checksum

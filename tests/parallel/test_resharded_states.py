@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import make_mesh
 from meshwright.parallel.axes.data import local
 from meshwright.parallel.groups.mesh import ProcessGroups

@@ -19,9 +19,9 @@ from meshwright.kernels.linear.weight_gradients import GradientSum
 from meshwright.model import Transformer
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.oracle.feature_matrix import DENSE, EVERY_EXPERT
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.oracle.one_device import Case, RankOutcome, outcome
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine
 from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.planner.step.predict import predict

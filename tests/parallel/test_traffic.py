@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.oracle.one_device import Case, case_batch
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.apply import round_weights
 from meshwright.parallel.groups.group import Traffic

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.oracle.one_device import Case, case_batch
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout

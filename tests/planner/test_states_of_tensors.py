@@ -10,7 +10,7 @@ import torch
 from meshwright import compat
 from meshwright.kernels.chooser import simulate_device
 from meshwright.observe.program import TrainingProgram, without_values
-from meshwright.observe.subprocesses import in_subprocesses
+from meshwright.observe.ranks import in_subprocesses
 from meshwright.parallel import make_mesh
 from meshwright.parallel.axes.data import local
 from meshwright.spec import Plan

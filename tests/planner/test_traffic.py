@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.oracle.one_device import Case
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.planner.cost.block import layer
 from meshwright.planner.cost.micro_batch import local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT

@@ -26,7 +26,7 @@ ASKED = """
 import json
 
 from meshwright import planfile
-from meshwright.observe.oracle.feature_names import FEATURES
+from meshwright.observe.oracle.features import FEATURES
 from meshwright.planner.explorer.explorer_page import facts
 from meshwright.planner.search.regions import Cell, pipelines
 from meshwright.planner.step.predict import build_estimator, predict

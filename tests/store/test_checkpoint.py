@@ -18,7 +18,6 @@ from torch import Tensor
 
 from meshwright.spec.errors import CheckpointError
 from meshwright.store import checkpoint, checkpoint_files, checkpoint_folder
-from meshwright.store import commit as commits
 
 
 def state() -> dict[str, Tensor]:
@@ -189,7 +188,7 @@ def test_every_byte_of_the_commit_counts(tmp_path: Path) -> None:
     for index in range(len(sound)):
         (path / "COMMIT").write_bytes(sound[:index] + bytes([sound[index] ^ 1 << index % 8]) + sound[index + 1 :])
         with pytest.raises(CheckpointError):
-            commits.read(path)
+            checkpoint_folder.read_commit(path)
 
 
 @pytest.mark.parametrize("pattern", ["*.safetensors", "state.json", "COMMIT"])
@@ -220,20 +219,22 @@ def test_a_commit_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     path = small(tmp_path)
     outside = tmp_path / "secret"
     outside.write_text("x")
-    entry = commits.record(outside)
-    record = commits.FileRecord(name="../secret", size_bytes=entry.size_bytes, sha256=entry.sha256)
-    commits.write(path, commits.Commit(step=3, score=None, files=(*commits.read(path).files, record)))
+    entry = checkpoint_folder.record_file(outside)
+    record = checkpoint_folder.FileRecord(name="../secret", size_bytes=entry.size_bytes, sha256=entry.sha256)
+    checkpoint_folder.write_commit(
+        path, checkpoint_folder.Commit(step=3, score=None, files=(*checkpoint_folder.read_commit(path).files, record))
+    )
     assert "COMMIT is truncated or damaged" in refusal(path)
 
 
 def test_commit_and_values_of_the_wrong_type_are_refused(tmp_path: Path) -> None:
     path = small(tmp_path)
-    good = commits.read(path)
-    commits.write(path, commits.Commit(step="3", score=None, files=good.files))  # type: ignore[arg-type]
+    good = checkpoint_folder.read_commit(path)
+    checkpoint_folder.write_commit(path, checkpoint_folder.Commit(step="3", score=None, files=good.files))  # type: ignore[arg-type]
     refusal(path)
     (path / "state.json").write_text("[]")
-    files = (*(f for f in good.files if f.name != "state.json"), commits.record(path / "state.json"))
-    commits.write(path, commits.Commit(step=3, score=None, files=files))
+    files = (*(f for f in good.files if f.name != "state.json"), checkpoint_folder.record_file(path / "state.json"))
+    checkpoint_folder.write_commit(path, checkpoint_folder.Commit(step=3, score=None, files=files))
     with pytest.raises(CheckpointError, match=r"has no state\.json"):
         checkpoint.read_values(path)
 
@@ -249,7 +250,7 @@ def test_hashes_are_those_of_sha256sum(tmp_path: Path) -> None:
 
 def test_a_newer_format_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(commits, "FORMAT", 2)
+        patch.setattr(checkpoint_folder, "COMMIT_FORMAT", 2)
         path = small(tmp_path)
     assert "format 2, this version reads up to 1: update meshwright" in refusal(path)
 

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import meshwright
 from meshwright import compat
 from meshwright.kernels.chooser import simulate_device
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.program import TrainingProgram
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import make_mesh
 from meshwright.spec import Layout, Plan, Recipe
 from meshwright.training import device, loop

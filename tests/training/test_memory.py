@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.oracle.one_device import RECIPE, Case, case_batch
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.axes import data
 from meshwright.parallel.groups.mesh import ProcessGroups

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.model.transformer import Predictions
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout

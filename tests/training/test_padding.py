@@ -9,8 +9,8 @@ import torch
 
 from meshwright.data import prepare
 from meshwright.data.sequences.numbered_rows import numbered_rows
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout

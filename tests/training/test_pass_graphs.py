@@ -17,8 +17,8 @@ from meshwright.data import Sequences
 from meshwright.kernels.attention.varlen import borders_of
 from meshwright.kernels.chooser import simulate_device
 from meshwright.kernels.loss import cross_entropy
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Engine, build_engine
 from meshwright.parallel.axes.data import Bucket, Replicas
 from meshwright.parallel.groups.group import Group, Pending

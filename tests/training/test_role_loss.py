@@ -14,8 +14,8 @@ from meshwright.data import prepare
 from meshwright.data.chat.rendering import ROLES
 from meshwright.data.sequences.sample_rows import SampleRows, trained_roles
 from meshwright.interface.trained.opening import load
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout

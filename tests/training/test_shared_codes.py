@@ -11,9 +11,9 @@ import torch
 import meshwright as mw
 from meshwright.interface.trained.opening import load
 from meshwright.model.quantized_weights import frozen_codes
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.oracle.one_device import Case, RankOutcome, assemble, first_difference, outcome
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.axes import data
 from meshwright.parallel.groups.mesh import ProcessGroups

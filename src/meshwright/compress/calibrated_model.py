@@ -34,7 +34,7 @@ from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import DataError, HubError, MeshwrightError, argument
 from meshwright.spec.model.quantization_schemes import Scheme
 from meshwright.spec.units import GB
-from meshwright.store.commit import record as record_of
+from meshwright.store.checkpoint_folder import record_file
 from meshwright.training.step.batches import Batch
 
 RECORD = "block.json"
@@ -82,7 +82,7 @@ class FinishedBlocks:
                     writer.write(name, tensor)
             layers = [asdict(report) for report in block.layers]
             # The key says what the block was made from, the hash that its file is whole.
-            record = {"key": key, "sha256": record_of(partial / SINGLE).sha256, "layers": layers}
+            record = {"key": key, "sha256": record_file(partial / SINGLE).sha256, "layers": layers}
             (partial / RECORD).write_text(json.dumps(record), encoding="utf-8")
 
     def find(
@@ -92,7 +92,7 @@ class FinishedBlocks:
         folder = self._folder(number)
         try:
             record = read_json(folder / RECORD) or {}
-            if record.get("key") != key or record.get("sha256") != record_of(folder / SINGLE).sha256:
+            if record.get("key") != key or record.get("sha256") != record_file(folder / SINGLE).sha256:
                 return None
             layers = tuple(QuantizedLayer(**report) for report in record["layers"])
             return QuantizedBlock(self.parts(number, schemes, sizes), layers)

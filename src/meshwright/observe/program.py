@@ -38,6 +38,13 @@ from meshwright.training.step.evaluate import summed_loss
 from meshwright.training.step.state import TrainState, round_largest
 from meshwright.training.step.step import CROSS_ENTROPY, Objective, train_step
 
+PartListener = Callable[[str], None]
+"""Called with the name of each part before it begins: `build`, `step 1`, `update 1` (its optimizer), `evaluate` ..."""
+DOCUMENT_TOKENS = 512
+"""Tokens of a packed document, which sizes the kernels' per-document memory. Web pages have a few hundred words."""
+ENOUGH = 3
+"""Micro-batches without a pipeline: the first, one that finds gradients, the last."""
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
@@ -55,6 +62,7 @@ class Routing:
         leaving = self._dealt(rows, experts)
         if len(counts) == 1:
             return [leaving]
+        # All ranks send alike, so what arrives is this rank's part of one deal, from each of them.
         local = experts // self.group.size
         mine = leaving[self.group.index * local : (self.group.index + 1) * local]
         return [leaving, mine * self.group.size]
@@ -76,10 +84,6 @@ class Routing:
 
 def _even(rows: int, parts: int) -> list[int]:
     return [rows // parts + (part < rows % parts) for part in range(parts)]
-
-
-PartListener = Callable[[str], None]
-"""Called with the name of each part before it begins: `build`, `step 1`, `update 1` (its optimizer), `evaluate` ..."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,6 +130,7 @@ class TrainingProgram:
             for stage in self.state.engine.stages:
                 stage.seams.counts_on_host = Routing(self.mesh["ep"], self.routing).counts
         self.on_part("tokens")
+        # Two steps' tokens: a thread reads the next batch during a step, and both are in memory.
         self.batches, self.read_ahead = self._tokens(), self._tokens()
 
     def _objective(self) -> Objective:
@@ -177,6 +182,7 @@ class TrainingProgram:
     def rest(self) -> None:
         """Run the evaluation, and read the state as a checkpoint does."""
         self.on_part("evaluate")
+        # A distilled student is evaluated on the text itself, without its teacher.
         scored = CROSS_ENTROPY if self.plan.recipe.traits.teacher else self.objective
         summed_loss(self.state.engine, self.batches[: self.plan.layout.pp], scored)
         self.on_part("save")
@@ -198,9 +204,10 @@ class TrainingProgram:
             blank, self.device, document_mask=self.documents, share=share,
             read_answers=(lambda numbers: {REFERENCE: numbers.astype(np.float64)}) if traits.reference else None,
         )  # fmt: skip
-        if self.documents:  # a GPU's kernels have room for each
-            known = (-(-recipe.sequence // DOCUMENT_TOKENS), recipe.sequence)
-            batch = replace(batch, documents_of_rows=(known,) * rows)
+        # A GPU's kernels make room for each document, whose number real text would give.
+        if self.documents:
+            documents = (-(-recipe.sequence // DOCUMENT_TOKENS), recipe.sequence)
+            batch = replace(batch, documents_of_rows=(documents,) * rows)
         if recipe.distillation_top_k:
             batch = replace(batch, more=to_columns(self._teacher_answers(rows), share, self.device))
         return split(batch, layout.micro_batch_of(recipe.global_batch))
@@ -232,21 +239,20 @@ def probe_counts(plan: Plan, rank: int) -> tuple[int, int]:
     A short step is taken whole. A long one is cut to a few micro-batches, enough to reach every peak of memory:
     micro-batches in flight, gradients that wait for their weights, and gradients that exist already.
     """
-    layout, whole = plan.layout, plan.layout.micro_batches(plan.recipe.global_batch)
+    layout, all_micro_batches = plan.layout, plan.layout.micro_batches(plan.recipe.global_batch)
     if layout.pp == 1:
-        return (whole, whole) if whole <= ENOUGH else (1, ENOUGH)
+        return (all_micro_batches, all_micro_batches) if all_micro_batches <= ENOUGH else (1, ENOUGH)
     stage = place_of(layout, rank)["pp"]
-    legal = [count for count in range(1, whole) if _has_schedule(layout, count)]
-    full = moments(layout, whole, stage)
+    legal = [count for count in range(1, all_micro_batches) if _has_schedule(layout, count)]
+    full = moments(layout, all_micro_batches, stage)
     enough = next((index for index, count in enumerate(legal) if moments(layout, count, stage) == full), len(legal))
-    enough = max(1, enough)  # two steps of different sizes tell what a micro-batch costs
-    return (legal[0], legal[enough] if enough < len(legal) else whole) if legal else (whole, whole)
-
-
-DOCUMENT_TOKENS = 512
-"""Tokens of a packed document, which sizes the kernels' per-document memory. Web pages have a few hundred words."""
-ENOUGH = 3
-"""Micro-batches without a pipeline: the first, one that finds gradients, the last."""
+    # Two steps of different sizes tell what a micro-batch costs.
+    enough = max(1, enough)
+    return (
+        (legal[0], legal[enough] if enough < len(legal) else all_micro_batches)
+        if legal
+        else (all_micro_batches, all_micro_batches)
+    )
 
 
 def _has_schedule(layout: Layout, micro_batches: int) -> bool:

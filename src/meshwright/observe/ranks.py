@@ -5,15 +5,20 @@
 runs the module-level function on ranks 0 .. 3 of a fresh process group. It returns the result of each rank, or raises
 the first error with its traceback. Every call starts new processes, forked from a server that has imported torch:
 torch names groups by their ranks, so a dying group would take a new one of the same name with it.
+
+`in_subprocesses` runs functions in their own processes without a group, a few at a time: where a function leaves state
+behind (process groups, modes, settings), or where it must be possible to stop it.
 """
 
 import multiprocessing
+import os
 import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +28,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from meshwright.spec.errors import MeshwrightError
+
 LIMIT_S = 120
+"""Seconds without any answer after which ranks are given up."""
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "meshwright.training.loop"]
@@ -38,6 +46,7 @@ def start_server() -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         return
+    # A child inherits ignored signals, so the server is started while this process ignores Ctrl-C.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         forkserver.ensure_running()
@@ -92,8 +101,9 @@ def _collect(pipes: dict[Connection, int], limit_s: float) -> list[Any]:
             rank = pipes.pop(pipe)
             try:
                 failed, results[rank] = pipe.recv()
+                # Tensors come as shared memory: their sender must outlive the reading.
                 if not failed:
-                    pipe.send(None)  # tensors come as shared memory: their sender must outlive the reading
+                    pipe.send(None)
             except EOFError:
                 failed, results[rank] = True, "the process ended"
             if failed:
@@ -118,6 +128,7 @@ def start(serve: Callable[..., None], function: Callable[..., Any], *arguments: 
     process = SERVER.Process(target=serve, args=(there, function, *arguments), daemon=True)
     with main_unread(function):
         process.start()
+    # Only the child may hold its end: else its death would not end the pipe, and a reader would wait forever.
     there.close()
     return process, here
 
@@ -145,6 +156,72 @@ def _serve(pipe: Connection, function: Any, arguments: Any, rank: int, rendezvou
         pipe.send((True, traceback.format_exc()))
         return
     pipe.recv()
-    with suppress(RuntimeError):  # the caller has all answers and may have ended other ranks
+    # The caller has all answers by now, and may have ended other ranks.
+    with suppress(RuntimeError):
         dist.barrier()
         dist.destroy_process_group()
+
+
+class TooLong(Exception):
+    """The time limit passed before all tasks had answered."""
+
+
+def in_subprocesses(
+    function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], *, processes: int = 0, limit_s: float | None = None
+) -> Iterator[tuple[int, Any]]:
+    """Yield (number of a task, function(*task)) as tasks end.
+
+    Raises a MeshwrightError as the task raised it, any other exception as RuntimeError with its last line, and TooLong
+    after `limit_s`. All processes have ended when the generator ends, for whatever reason.
+
+    Args:
+        processes: Largest number at once. 0 = one per core.
+    """
+    # Reversed, since tasks are taken from the end.
+    waiting = list(enumerate(tasks))[::-1]
+    running: dict[Connection, tuple[int, Any]] = {}
+    until = None if limit_s is None else time.monotonic() + limit_s
+    workers = processes or len(os.sched_getaffinity(0))
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                number, task = waiting.pop()
+                process, here = start(_serve_task, function, task)
+                running[here] = number, process
+            ready = wait(list(running), timeout=None if until is None else max(0.0, until - time.monotonic()))
+            if not ready:
+                raise TooLong
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                number, process = running.pop(pipe)
+                yield number, _answer(pipe)
+                process.join()
+                pipe.close()
+    finally:
+        for pipe, (_, process) in running.items():
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+def _serve_task(pipe: Connection, function: Callable[..., Any], task: tuple[Any, ...]) -> None:
+    # Ctrl-C reaches all processes of a terminal. The caller ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The pipe breaks when the caller was interrupted and has ended.
+    with suppress(BrokenPipeError):
+        try:
+            pipe.send((True, function(*task)))
+        except MeshwrightError as error:
+            pipe.send((False, error))
+        except BaseException as error:
+            pipe.send((False, RuntimeError(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")))
+
+
+def _answer(pipe: Connection) -> Any:
+    try:
+        done, answer = pipe.recv()
+    except EOFError:
+        raise RuntimeError("a subprocess ended without an answer (out of memory?)") from None
+    if not done:
+        raise answer
+    return answer

@@ -74,9 +74,11 @@ QUICK = Effort(
 def seconds_of(cases: dict[Any, Case], effort: Effort, device: torch.device) -> dict[Any, float]:
     """Return seconds per case: the lower quartile over rounds of the mean over a window. Ranks start together."""
     times: dict[Any, list[float]] = {name: [] for name in cases}
-    for run in cases.values():  # the first run of a size allocates, plans, compiles
+    # The first run of a size allocates, plans and compiles.
+    for run in cases.values():
         run()
     for _ in range(effort.rounds):
+        # Cases take turns within a round, so that a busy minute of the machine spoils one round, not one case.
         for name, run in cases.items():
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.barrier()
@@ -88,6 +90,7 @@ def _mean_over_window(run: Case, window_s: float, device: torch.device) -> float
     synchronize(device)
     count, start, now = 0, time.perf_counter(), 0.0
     while not count or now < window_s:
+        # A GPU is waited for after ten calls: waiting after each would time the launch.
         for _ in range(1 if device.type == "cpu" else 10):
             run()
             count += 1
@@ -128,6 +131,7 @@ def _measure_passes(effort: Effort, device: torch.device) -> RateGrid:
     """Measure a sum of two tensors into a third."""
 
     def case(moved: float) -> Case:
+        # 12 bytes per element: two fp32 numbers are read and one is written.
         left = torch.ones(int(moved // 12), device=device)
         right = left.clone()
         return lambda: left + right
@@ -173,6 +177,7 @@ def _measure_update(effort: Effort, device: torch.device) -> RateGrid:
     """Measure the optimizer's pass with the gradient norm, in the planner's bytes: 32 per parameter."""
 
     def case(moved: float) -> Case:
+        # Four tensors, as a fused update takes many at once.
         weights = [torch.ones(max(1, int(moved // 32 // 4)), device=device, requires_grad=True) for _ in range(4)]
         optimizer = torch.optim.AdamW(weights, fused=True)
         for weight in weights:
@@ -228,6 +233,7 @@ def measure_eager_passes(effort: Effort, device: torch.device, rates: DeviceCurv
 
     took = seconds_of({name: both(run, inputs) for name, (run, inputs) in cases.items()}, effort, device)
     sizes = (tokens, width, vocab), (tokens, vocab, width), (width, tokens, vocab)
+    # The fused loss also multiplies and passes over the table, which the planner counts on their own.
     took["loss_passes"] -= sum(rates.product_s(Product(*size, 1.0, 4.0)) for size in sizes)
     took["loss_passes"] -= rates.pass_s(MemoryPass(8.0 * vocab * width))
     moved = tokens * width * 4.0
@@ -255,6 +261,7 @@ def _group_of_this_rank(size: int, world: int) -> Group:
     group_here = None
     for start in range(0, world, size):
         ranks = tuple(range(start, start + size))
+        # Every rank makes every group: torch demands it.
         group = dist.new_group(list(ranks))
         if dist.get_rank() in ranks:
             ranks_here, group_here = ranks, group
@@ -297,6 +304,7 @@ def _measure_in_step(cases: dict[Any, Case], effort: Effort, device: torch.devic
     work = _computation(effort, device)
     counts = {}
     for name, run in cases.items():
+        # All ranks must make the same number of calls, so they agree on the slowest rank's time.
         once = seconds_of({name: _repeat(run, work, 2)}, Effort(rounds=1, window_s=0.0), device)[name] / 2
         counts[name] = int(max(3, min(200, effort.window_s * 2 / _agree(once, device))))
     single = Effort(rounds=min(4, effort.rounds), window_s=0.0)
@@ -305,8 +313,8 @@ def _measure_in_step(cases: dict[Any, Case], effort: Effort, device: torch.devic
     before = sum(took[key] / key[1] for key in alone)
     seconds = {}
     for name in cases:
-        each = _agree(max(LEAST_S, took[name] / counts[name] - before), device)
-        seconds[name] = each / (2 if name[0] == "send" else 1)
+        agreed_s = _agree(max(LEAST_S, took[name] / counts[name] - before), device)
+        seconds[name] = agreed_s / (2 if name[0] == "send" else 1)
     return seconds
 
 
@@ -321,6 +329,7 @@ def _computation(effort: Effort, device: torch.device) -> Case:
         for _ in range(4):
             y = y * 0.5
 
+    # The quickest rank has a core of its own, and its time sets the count for all.
     once = seconds_of({"unit": unit}, effort, device)["unit"]
     count = max(1, round(effort.between_s / _agree(once, device, dist.ReduceOp.MIN)))
 

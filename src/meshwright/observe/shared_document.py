@@ -155,6 +155,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
+        # A run folder may come from a stranger, and JSON takes many times its size in memory.
         if path.stat().st_size > LARGEST_BYTES:
             raise RunError(f"{path} is larger than any file of a run: remove it")
         content = json.loads(path.read_bytes(), parse_constant=refuse_constant)

@@ -18,6 +18,10 @@ from meshwright.spec.layout.schedule import Action
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.step.step import MicroPass
 
+PARTS = {"finish_gradients": "gradients", "gradient_norm": "norm"}
+Inner = Callable[..., Any]
+"""The function that a replacement stands for, see `replaced`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -31,11 +35,8 @@ class Span:
         return f"{self.name} {self.stage} {self.micro_batch}" if self.stage >= 0 else self.name
 
 
-PARTS = {"finish_gradients": "gradients", "gradient_norm": "norm"}
 SpanListener = Callable[[Span | None], None]
 """Called with a part when it begins, and with None when it ends."""
-Inner = Callable[..., Any]
-"""The function that a replacement stands for, see `replaced`."""
 
 
 @dataclass(slots=True)
@@ -53,7 +54,8 @@ def report_spans(report: SpanListener) -> Iterator[None]:
     order = _Order()
 
     def part(span: Span, run: Callable[[], Any]) -> Any:
-        if order.open:  # inside another part, which counts
+        # Functions of a part call each other, as the executor's backward calls torch's: the outer one counts.
+        if order.open:
             return run()
         order.open = True
         report(span)
@@ -80,6 +82,7 @@ def report_spans(report: SpanListener) -> Iterator[None]:
         return part(Span("BW", 0, order.backward - 1), lambda: inner(*arguments, **keywords))
 
     def optimizer(inner: Inner, *arguments: Any, **keywords: Any) -> Any:
+        # The update ends a step, after which micro-batches are counted from 0 again.
         order.forward = order.backward = 0
         return part(Span("optimizer"), lambda: inner(*arguments, **keywords))
 

@@ -33,6 +33,32 @@ from meshwright.training.step.step import train_step
 
 LIMIT_S = 120.0
 """Time limit of the start, and of each plan, in seconds."""
+SEQUENCE = 32
+FEW, MANY, MICRO_BATCHES = 1, 4, 2
+"""Layers of the two models of a kind, which differ in nothing else, and micro-batches."""
+FEW_EXPERTS, MANY_EXPERTS = 2, 8
+SWIGLU = ModelShape(
+    name="floor-swiglu", vocab=64, layers=FEW, hidden=32, heads=2, kv_heads=2, ffn=64, max_positions=SEQUENCE
+)
+GELU = replace(
+    SWIGLU, name="floor-gelu", family="gpt2", norm="layernorm", mlp="gelu_tanh", positions="learned", qkv_bias=True,
+    out_bias=True, mlp_bias=True, tied=True,
+)  # fmt: skip
+ROUTED = {
+    experts: replace(SWIGLU, name="floor-moe", family="mixtral", moe=MoEShape(experts=experts, top_k=2, ffn=32))
+    for experts in (FEW_EXPERTS, MANY_EXPERTS)
+}
+KINDS: dict[str, ModelShape] = {
+    "swiglu": SWIGLU, "gelu": GELU, "few": ROUTED[FEW_EXPERTS], "many": ROUTED[MANY_EXPERTS]
+}  # fmt: skip
+FLOOR_LIMIT_S = 300.0
+"""Time limit of all tiny plans with one number of threads, in seconds."""
+Key = tuple[str, int, int, str]
+"""(kind, layers, micro-batches, recomputation)."""
+LEAST_FORWARD, MOST_FORWARD = 0.25, 0.5
+"""Bounds of the forward pass's share of a layer's host time."""
+ROUNDS = 3
+StepSeconds = dict[Key, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +83,7 @@ def measure_steps(plans: Sequence[Plan], timing: Timing, device: str = "cpu") ->
         limit = LIMIT_S * (1 + len(numbers))
         ranks = on_ranks(world, _all_steps, [plans[n] for n in numbers], timing, device, limit_s=limit, device=device)
         for index, n in enumerate(numbers):
+            # A step is as long as on its slowest rank.
             medians[n] = max(rank[index] for rank in ranks)
     return medians
 
@@ -86,6 +113,7 @@ def step_s(plan: Plan, timing: Timing, kind: str = "cpu", process_groups: Proces
     share = Share(index=mesh.reader, parts=layout.dp, columns=engine.columns(recipe.sequence))
     size = layout.micro_batch_of(recipe.global_batch)
     generator = torch.Generator().manual_seed(0)
+    # The first step warms up, and is left out of the median.
     taken: list[float] = []
     while True:
         tokens = torch.randint(plan.model.vocab, (recipe.global_batch, recipe.sequence + 1), generator=generator)
@@ -114,35 +142,7 @@ def _is_done(taken: list[float], timing: Timing, device: torch.device) -> bool:
     return bool(done.item())
 
 
-SEQUENCE = 32
-FEW, MANY, MICRO_BATCHES = 1, 4, 2
-"""Layers of the two models of a kind, which differ in nothing else, and micro-batches."""
-FEW_EXPERTS, MANY_EXPERTS = 2, 8
-SWIGLU = ModelShape(
-    name="floor-swiglu", vocab=64, layers=FEW, hidden=32, heads=2, kv_heads=2, ffn=64, max_positions=SEQUENCE
-)
-GELU = replace(
-    SWIGLU, name="floor-gelu", family="gpt2", norm="layernorm", mlp="gelu_tanh", positions="learned", qkv_bias=True,
-    out_bias=True, mlp_bias=True, tied=True,
-)  # fmt: skip
-ROUTED = {
-    experts: replace(SWIGLU, name="floor-moe", family="mixtral", moe=MoEShape(experts=experts, top_k=2, ffn=32))
-    for experts in (FEW_EXPERTS, MANY_EXPERTS)
-}
-KINDS: dict[str, ModelShape] = {
-    "swiglu": SWIGLU, "gelu": GELU, "few": ROUTED[FEW_EXPERTS], "many": ROUTED[MANY_EXPERTS]
-}  # fmt: skip
-FLOOR_LIMIT_S = 300.0
-"""Time limit of all tiny plans with one number of threads, in seconds."""
-Key = tuple[str, int, int, str]
-"""(kind, layers, micro-batches, recomputation)."""
-LEAST_FORWARD, MOST_FORWARD = 0.25, 0.5
-"""Bounds of the forward pass's share of a layer's host time."""
-ROUNDS = 3
 TIMING = Timing(seconds=0.06, least=2, most=8)
-
-
-StepSeconds = dict[Key, float]
 
 
 def measure_floors(machine: ClusterFile, worlds: Sequence[int]) -> dict[int, StepSeconds]:
@@ -161,6 +161,7 @@ def measure_floors(machine: ClusterFile, worlds: Sequence[int]) -> dict[int, Ste
 def _time_plans(plans: list[Plan], threads: int) -> list[float]:
     torch.set_num_threads(threads)
     rounds = [[step_s(plan, TIMING) for plan in plans] for _ in range(ROUNDS)]
+    # Rounds over all plans, not each plan in a row: a busy minute then spoils one round of each.
     return [min(several) for several in zip(*rounds, strict=True)]
 
 
@@ -211,6 +212,7 @@ def _fit_layer(kind: str, beside: Callable[..., float]) -> Triple:
     plain = beside(kind, MANY, MICRO_BATCHES, "none")
     both = max(0.0, plain - beside(kind, FEW, MICRO_BATCHES, "none")) / (MANY - FEW) / MICRO_BATCHES
     again = (beside(kind, MANY, MICRO_BATCHES, "full") - plain) / MANY / MICRO_BATCHES
+    # The difference of two medians is noisy, so it is held within plausible shares.
     forward = min(max(again, LEAST_FORWARD * both), MOST_FORWARD * both)
     return forward, both - forward, forward
 
@@ -223,6 +225,7 @@ def _fit_line(few: Triple, many: Triple) -> tuple[Triple, Triple]:
 
 
 def _fit_step(stack: Stack, beside: Callable[..., float], layer: Triple) -> Stack:
+    # One plan has one micro-batch and one has two: their difference is a micro-batch, less its layers.
     layers = FEW * (layer[0] + layer[1])
     once, several = beside("swiglu", FEW, 1, "none"), beside("swiglu", FEW, MICRO_BATCHES, "none")
     micro_s = max(0.0, (several - once) / (MICRO_BATCHES - 1) - layers)

@@ -31,7 +31,6 @@ from meshwright.parallel.groups.group import gather_objects, union_of_names
 from meshwright.spec.errors import CheckpointError, DamagedCheckpoint, argument
 from meshwright.spec.units import gib
 from meshwright.store import checkpoint_folder
-from meshwright.store import commit as commits
 from meshwright.store.checkpoint_files import (
     Assignment,
     CheckpointWriter,
@@ -42,12 +41,12 @@ from meshwright.store.checkpoint_files import (
 )
 from meshwright.store.checkpoint_files import names as names
 from meshwright.store.checkpoint_files import stream as stream
+from meshwright.store.checkpoint_folder import Commit, FileRecord
 from meshwright.store.checkpoint_folder import Saved as Saved
 from meshwright.store.checkpoint_folder import find_best as find_best
 from meshwright.store.checkpoint_folder import find_latest as find_latest
 from meshwright.store.checkpoint_folder import list_checkpoints as list_checkpoints
 from meshwright.store.checkpoint_folder import sweep as sweep
-from meshwright.store.commit import Commit, FileRecord
 from meshwright.store.durable import sync_folder, write_file
 
 RNG_PREFIX = "rng."
@@ -146,8 +145,8 @@ def save(
     def end(files: list[FileRecord]) -> None:
         write_file(saving / STATE, state)
         # COMMIT comes last: its presence says that all other files are complete on disk.
-        files = [*files, commits.record(saving / STATE)]
-        commits.write(saving, Commit(step=step, score=_finite(score), files=tuple(files)))
+        files = [*files, checkpoint_folder.record_file(saving / STATE)]
+        checkpoint_folder.write_commit(saving, Commit(step=step, score=_finite(score), files=tuple(files)))
         sync_folder(saving)
         checkpoint_folder.publish(saving, target)
 
@@ -212,9 +211,9 @@ def verify(
     """
 
     def read_and_hash() -> Commit:
-        commit = commits.read(checkpoint)
-        commits.check_sizes(checkpoint, commit)
-        commits.check_hashes(checkpoint, commit.files[_rank(group) :: _world(group)], begun)
+        commit = checkpoint_folder.read_commit(checkpoint)
+        checkpoint_folder.check_sizes(checkpoint, commit)
+        checkpoint_folder.check_hashes(checkpoint, commit.files[_rank(group) :: _world(group)], begun)
         return commit
 
     return _agree(read_and_hash, group)
@@ -241,7 +240,7 @@ def load(
         DamagedCheckpoint: A file differs from COMMIT.
         CheckpointError: The checkpoint is of another model or of a newer version.
     """
-    commit = _agree(lambda: commits.read(checkpoint), group) if verified else verify(checkpoint, group)
+    commit = _agree(lambda: checkpoint_folder.read_commit(checkpoint), group) if verified else verify(checkpoint, group)
     reader = Reader(checkpoint)
     # Every rank checks before any rank writes into a tensor: a load changes all tensors or none.
     saved = _agree(reader.kinds, group)
@@ -254,9 +253,9 @@ def load(
 
 def read_values(checkpoint: Path) -> dict[str, Any]:
     """Read and verify the values saved beside the tensors. No tensor is read. Raises CheckpointError."""
-    commit = commits.read(checkpoint)
+    commit = checkpoint_folder.read_commit(checkpoint)
     # Tensors are not read, so their files need no hash.
-    commits.check_hashes(checkpoint, [file for file in commit.files if file.name == STATE])
+    checkpoint_folder.check_hashes(checkpoint, [file for file in commit.files if file.name == STATE])
     return _decode_state(checkpoint, commit)
 
 

@@ -30,8 +30,8 @@ from torch.futures import Future
 
 from meshwright.formats.safetensors import CODES, Planned, header, pieces
 from meshwright.spec.errors import CheckpointError
-from meshwright.store import commit as commits
-from meshwright.store.commit import FileRecord, new_hash
+from meshwright.store import checkpoint_folder
+from meshwright.store.checkpoint_folder import FileRecord, new_hash
 
 Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 """Global shape and dtype of a tensor."""
@@ -81,7 +81,7 @@ class Reader(dcp.HuggingFaceStorageReader):
 
 def names(checkpoint: Path) -> dict[str, Kind]:
     """Return {name: (global shape, dtype)} of every tensor, from the file headers. Raises CheckpointError."""
-    commits.check_sizes(checkpoint, commits.read(checkpoint))
+    checkpoint_folder.check_sizes(checkpoint, checkpoint_folder.read_commit(checkpoint))
     return Reader(checkpoint).kinds()
 
 
@@ -92,9 +92,9 @@ def stream(checkpoint: Path, names: Iterable[str], *, verified: bool = False) ->
     ahead. Raises CheckpointError as `checkpoint.load` does, and for an unknown name.
     """
     if not verified:
-        commit = commits.read(checkpoint)
-        commits.check_sizes(checkpoint, commit)
-        commits.check_hashes(checkpoint, commit.files)
+        commit = checkpoint_folder.read_commit(checkpoint)
+        checkpoint_folder.check_sizes(checkpoint, commit)
+        checkpoint_folder.check_hashes(checkpoint, commit.files)
     reader = Reader(checkpoint)
     kinds = reader.kinds()
     for run in _split_runs(checkpoint, names, kinds):

@@ -210,14 +210,14 @@ def weights(checkpoint: Path, wanted: torch.dtype, *, verified: bool = False) ->
     All files are verified before the first weight unless `verified` is set, as after `locate`.
     """
     kinds = checkpoints.names(checkpoint)
-    chosen = {name: name.removeprefix("model.") for name in kinds if name.startswith("model.")}
+    plain_names = {name: name.removeprefix("model.") for name in kinds if name.startswith("model.")}
     if wanted == torch.float32:
         masters = {name.removeprefix(MASTER): name for name in kinds if name.startswith(MASTER)}
-        chosen = {masters.get(plain, name): plain for name, plain in chosen.items()}
+        plain_names = {masters.get(plain, name): plain for name, plain in plain_names.items()}
     # Layer order keeps together the parts from which an exporter builds one tensor.
-    ordered = sorted(chosen, key=lambda name: _by_layer(chosen[name]))
+    ordered = sorted(plain_names, key=lambda name: _by_layer(plain_names[name]))
     for name, tensor in checkpoints.stream(checkpoint, ordered, verified=verified):
-        yield chosen[name], tensor
+        yield plain_names[name], tensor
 
 
 def _by_layer(name: str) -> list[tuple[int, str]]:

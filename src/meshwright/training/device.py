@@ -37,6 +37,8 @@ FORMS = frozenset({"sxm", "pcie", "16", "32", "40", "80", "141"})
 """Parts of a preset's name that drivers spell differently: form and memory."""
 SLOWER = frozenset({"nvl", "laptop", "d", "ti"})
 """Words in a name that mean other peak rates: H100 NVL, RTX 4090 Laptop GPU, RTX 4090 D, RTX 3090 Ti."""
+QUERIED_POSITIONS = LEAST_POSITIONS
+"""Positions with which the attention kernel is queried. No kernel's choice changes beyond them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +101,6 @@ def deterministic_notes(plan: Plan, device: torch.device, compiled: bool) -> lis
         "recipe.deterministic=true costs speed: attention's backward pass has one program for each document and head, "
         f"in place of one for each block of keys; {blocks} (docs/training.md)"
     ]
-
-
-QUERIED_POSITIONS = LEAST_POSITIONS
-"""Positions with which the attention kernel is queried. No kernel's choice changes beyond them."""
 
 
 def _attention_inputs(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Mask]:

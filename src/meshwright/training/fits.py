@@ -34,6 +34,18 @@ UNLIMITED_BYTES = 2**60
 """No limit. Control groups of version 1 write a number above this when they have none."""
 CACHES = ("inactive_file", "active_file")
 """Parts of a control group's use that the kernel reclaims before it refuses memory."""
+PARTS = {
+    "states": (
+        "weights, gradients and optimizer states",
+        "a smaller model, or more ranks with layout.zero=3, tp or pp",
+    ),
+    "activations": ("activations", "a smaller layout.micro_batch, layout.recompute=full or a smaller recipe.sequence"),
+    "tokens": ("tokens of a step", "a smaller recipe.global_batch"),
+    "copy": ("the copy for layout.saving=async", "layout.saving=sync"),
+}
+"""Name of each part, and what makes it smaller."""
+OTHER_BYTES = 2 * MIB
+"""Files of a run beside its checkpoints: plan, tokenizer, metrics, ledgers, picture of the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +109,8 @@ def _control_groups(root: Path) -> Iterator[_ControlGroup]:
         else:
             continue
         inner = top / path.lstrip("/")
-        folder = inner if inner.is_dir() else top  # in a container the path may be that of the host
+        # In a container the path may be that of the host. Each group up to the root has a limit, the tightest counts.
+        folder = inner if inner.is_dir() else top
         while True:
             yield _group(folder, first_kind=first_kind)
             if folder == top:
@@ -153,18 +166,6 @@ class Needs:
     def total(self) -> int:
         """Sum of all parts."""
         return sum(getattr(self, part.name) for part in fields(self))
-
-
-PARTS = {
-    "states": (
-        "weights, gradients and optimizer states",
-        "a smaller model, or more ranks with layout.zero=3, tp or pp",
-    ),
-    "activations": ("activations", "a smaller layout.micro_batch, layout.recompute=full or a smaller recipe.sequence"),
-    "tokens": ("tokens of a step", "a smaller recipe.global_batch"),
-    "copy": ("the copy for layout.saving=async", "layout.saving=sync"),
-}
-"""Name of each part, and what makes it smaller."""
 
 
 def check_fits(plan: Plan, device: torch.device, *, machines: int = 1) -> None:
@@ -224,6 +225,7 @@ def _rank_needs(plan: Plan, rank: int, device: str) -> Needs:
         storage=recipe.storage,
     )  # fmt: skip
     update, inside = sum(held["update"].values()), sum(held["step"].values())
+    # Gradients of a single micro-batch appear as its activations go: both are never there in full.
     if plan.micro_batches == 1:
         inside -= held["step"].get("gradients", 0)
     positions = recipe.sequence // layout.cp
@@ -267,10 +269,6 @@ def checkpoint_bytes(shape: ModelShape, recipe: Recipe) -> int:
     )
 
 
-OTHER_BYTES = 2 * MIB
-"""Files of a run beside its checkpoints: plan, tokenizer, metrics, ledgers, picture of the loss."""
-
-
 def check_space(plan: Plan) -> str | None:
     """Return a warning when the disk cannot hold all checkpoints that exist at once. None = it can.
 
@@ -292,6 +290,7 @@ def check_space(plan: Plan) -> str | None:
         )
     best = 1 if plan.data.validation else 0
     saves = -(-recipe.steps // recipe.checkpoint_every) if recipe.checkpoint_every else 1
+    # One more than are retained: a new checkpoint is complete before the oldest is removed.
     most = min(saves, recipe.keep_last + best + 1)
     needed = OTHER_BYTES + most * size - sum(saved.size_bytes for saved in saved_checkpoints)
     if free >= needed:

@@ -20,7 +20,7 @@ from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.memory.held import shards_are_masters
 from meshwright.spec.plan.plan import RANDOM
 from meshwright.spec.recipe.recipe import NO_SCHEME, DataRead
-from meshwright.store import checkpoint, checkpoint_folder, default_folders
+from meshwright.store import checkpoint, checkpoint_folder
 from meshwright.store.model_weights import base_fingerprint
 from meshwright.store.run_folder import MetricsLog, RunFolder
 from meshwright.training.job import (
@@ -34,6 +34,7 @@ from meshwright.training.job import (
     load_corpus,
     open_job,
     open_run_folder,
+    point_latest,
 )
 from meshwright.training.objectives.objectives import AnswerSampler, Task, build_on_policy
 from meshwright.training.objectives.reference import Reference, holds_weights_only
@@ -296,7 +297,7 @@ def commit_plan(job: Job, start: Start, steps_done: int) -> tuple[str, ...]:
         # A finished run that is started again does nothing, and its plan is the one that it was trained by.
         if steps_done < plan.recipe.steps or not (folder.path / "plan.yaml").is_file():
             folder.keep_plan()
-        default_folders.point_latest(folder.path)
+        point_latest(folder.path)
         return tuple(
             f"{key}={setting} (was {earlier[key]})"
             for key, setting in dotted_keys(planfile.dump(planfile.absolute(plan)))

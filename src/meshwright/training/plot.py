@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+BLUE, ORANGE, GREY, PALE = "#1f5fa8", "#d9661f", "#555555", "#d9d9d9"
+POINTS = 4000
+"""Points of a curve at most. Longer runs are thinned, keeping the last; a picture has fewer pixels."""
+Row = dict[str, Any]
+
 
 class Smoothed:
     """Debiased exponential mean: a plain mean at first, later over about the last 1 / (1 - keep) values.
@@ -39,13 +44,6 @@ class Smoothed:
         return self._sum / self._weight if self._weight else math.nan
 
 
-BLUE, ORANGE, GREY, PALE = "#1f5fa8", "#d9661f", "#555555", "#d9d9d9"
-POINTS = 4000
-"""Points of a curve at most. Longer runs are thinned, keeping the last; a picture has fewer pixels."""
-
-Row = dict[str, Any]
-
-
 def loss_plot(metrics: Sequence[Row], path: Path, *, title: str = "", bytes_per_token: float | None = None) -> None:
     """Draw the rows of a metrics.jsonl as a PNG at `path`. The file appears complete or not at all.
 
@@ -63,7 +61,8 @@ def loss_plot(metrics: Sequence[Row], path: Path, *, title: str = "", bytes_per_
 
 def draw_figure(steps: Sequence[Row], held_out: Sequence[Row], title: str, bytes_per_token: float | None) -> "Figure":
     """Return the figure of a run."""
-    from matplotlib.figure import Figure  # pyplot would pick a window system and keep every figure alive
+    # pyplot would pick a window system and keep every figure alive.
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained", facecolor="white")
     loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
@@ -86,6 +85,7 @@ def draw_figure(steps: Sequence[Row], held_out: Sequence[Row], title: str, bytes
 def _draw_loss(axes: "Axes", steps: Sequence[Row], held_out: Sequence[Row]) -> None:
     rows = _thin(steps)
     tokens = [row["tokens"] for row in rows]
+    # A line through one point is invisible.
     dot = "o" if len(rows) < 3 else ""
     axes.plot(
         tokens, [row["loss"] for row in rows], color=BLUE, alpha=0.25, linewidth=0.8, label="each step", marker=dot
@@ -142,12 +142,14 @@ def _style(axes: "Axes") -> None:
 
 def _thin(rows: Sequence[Row]) -> list[Row]:
     stride = max(1, math.ceil(len(rows) / POINTS))
+    # The last row stays, since the picture says where the run ended.
     return [*rows[:-1:stride], rows[-1]] if rows else []
 
 
 def _smooth(steps: Sequence[Row], rows: Sequence[Row]) -> list[float]:
     """Smooth from both ends over all steps, so that the curve does not lag, and return the values of the shown rows."""
     losses = [row["loss"] for row in steps]
+    # A window of a fiftieth of the run, so that long runs are not a band of noise.
     keep = max(0.9, 1 - 50 / max(1, len(steps)))
     forward, backward = Smoothed(keep), Smoothed(keep)
     ahead = [forward.add(loss) for loss in losses]
@@ -159,7 +161,8 @@ def _smooth(steps: Sequence[Row], rows: Sequence[Row]) -> list[float]:
 def _limits(values: Sequence[float]) -> tuple[float, float]:
     if not values:
         return 0.0, 1.0
-    ordered = sorted(values)  # the tall start is cut at the 98th percentile: what matters is below it
+    # The tall start is cut at the 98th percentile: what matters is below it.
+    ordered = sorted(values)
     low, high = ordered[0], ordered[round(0.98 * (len(ordered) - 1))]
     room = 0.06 * (high - low) or 0.05 * abs(low) or 1.0
     return low - room, high + room

@@ -32,7 +32,6 @@ from meshwright.spec.recipe.recipe import DataRead
 from meshwright.spec.rules.compilation import can_be_compiled
 from meshwright.spec.units import many
 from meshwright.spec.weights.inventory import token_flop
-from meshwright.training import device
 from meshwright.training import device as devices
 from meshwright.training.objectives.teacher import teacher_tensors
 from meshwright.training.optimizer.optimizer import held_bytes, learning_rate
@@ -290,6 +289,7 @@ class StepClock:
 
     def end_pause(self) -> None:
         """End what came after the last step. The next one begins here."""
+        # An evaluation and a checkpoint after the same step are one pause.
         begun = self._pause_begun or self._edge
         self.start()
         self._pause_begun = begun
@@ -321,8 +321,10 @@ class Readback:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._sizes = {name: tensor.numel() for name, tensor in tensors.items()}
+        # One copy for all numbers: each of its own would be a launch and a transfer.
         packed = torch.cat([tensor.detach().reshape(-1) for tensor in tensors.values()])
-        self._host = packed.to("cpu", non_blocking=True)  # page-locked memory when it comes from a GPU
+        # From a GPU this is page-locked memory, which the copy fills while the host goes on.
+        self._host = packed.to("cpu", non_blocking=True)
         self.border = mark_border(packed.device)
         """The end of the step and of the copy."""
 
@@ -381,9 +383,9 @@ def build_metrics(
     noise_scale_tokens: float | None,
 ) -> StepMetrics:
     """Return the record of a step from the values of its readback."""
-    use = device.memory(device_used)
+    use = devices.memory(device_used)
     rate = pending.global_batch * plan.recipe.sequence / pending.span.seconds
-    peak = device.peak_flop_per_s(device_used, plan.recipe.precision, plan.cluster.device)
+    peak = devices.peak_flop_per_s(device_used, plan.recipe.precision, plan.cluster.device)
     peak = peak * plan.layout.world if peak else None
     causal, full = (token_flop(plan.model, plan.recipe.sequence, causal=causal) for causal in (True, False))
     skipped = int(values["skipping"][3])

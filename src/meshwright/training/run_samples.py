@@ -58,20 +58,21 @@ def choose_prompts(plan: Plan, corpus: Corpus) -> list[SamplePrompt]:
         texts = [
             template.render([{"role": "user", "content": text}], prompt=True).text for text in recipe.sample_prompts
         ]
-        chosen = [SamplePrompt(ids=tuple(tokenizer.encode(text, special=True).tolist())) for text in texts]
+        prompts = [SamplePrompt(ids=tuple(tokenizer.encode(text, special=True).tolist())) for text in texts]
     elif recipe.sample_prompts:
-        chosen = [SamplePrompt(ids=tuple(tokenizer.begin(text))) for text in recipe.sample_prompts]
+        prompts = [SamplePrompt(ids=tuple(tokenizer.begin(text))) for text in recipe.sample_prompts]
     else:
         held_out = (_held_out_prompts(part, recipe.sample_tokens) for part in corpus.validation.parts)
-        chosen = list(islice(chain.from_iterable(held_out), PROMPTS))
+        prompts = list(islice(chain.from_iterable(held_out), PROMPTS))
     # The end of a long prompt is what an answer continues.
     room = max(1, min(recipe.sequence, plan.model.max_positions) - recipe.sample_tokens)
-    return [replace(prompt, ids=prompt.ids[-room:]) for prompt in chosen if prompt.ids]
+    return [replace(prompt, ids=prompt.ids[-room:]) for prompt in prompts if prompt.ids]
 
 
 def _held_out_prompts(stream: TokenStream, tokens: int) -> list[SamplePrompt]:
     """Return the prompts of samples, up to the first answer, or the first tokens of texts."""
-    chosen: list[SamplePrompt] = []
+    prompts: list[SamplePrompt] = []
+    # Far more documents than prompts, since those without a prompt or an answer are passed over.
     borders = [*stream.starts[: PROMPTS * 64].tolist(), len(stream.tokens)]
     for number in range(0, min(len(stream.starts), PROMPTS * 64), 2 if stream.pairs else 1):
         begin, end = borders[number], borders[number + 1]
@@ -81,10 +82,10 @@ def _held_out_prompts(stream: TokenStream, tokens: int) -> list[SamplePrompt]:
         # Only the first answer of a conversation is compared.
         length = next((count for count, is_trained in enumerate(trained[border:]) if not is_trained), tokens)
         if 0 < border < len(ids):
-            chosen.append(SamplePrompt(ids=ids[:border], answer=ids[border : border + min(length, tokens)]))
-        if len(chosen) == PROMPTS:
+            prompts.append(SamplePrompt(ids=ids[:border], answer=ids[border : border + min(length, tokens)]))
+        if len(prompts) == PROMPTS:
             break
-    return chosen
+    return prompts
 
 
 def is_replicated(layout: Layout) -> bool:
@@ -138,7 +139,8 @@ class RunSamples:
                     # Other ranks hold the same weights, and wait at the next collective.
                     most = self.plan.recipe.sample_tokens
                     answers = greedy(engine.model, prompts, max_new_tokens=most, stop_ids=self.stop_ids)
-            except RunError as error:  # non-finite weights end the run elsewhere, with a fuller message
+            # Non-finite weights end the run elsewhere, with a fuller message.
+            except RunError as error:
                 problem = str(error)
         if engine.mesh.rank == 0:
             decode, behind = self.tokenizer.decode, self.tokenizer.text_behind
@@ -187,6 +189,7 @@ class RunSamples:
                 count = len(token_pass.positions)
                 rows = slice(index * self._rows, index * self._rows + count)
                 logits[rows, first : first + number] = token_pass.logits[:count]
+        # All replicas had the same rows, so the sum has each logit dp times.
         return engine.mesh["world"].all_reduce(logits) / layout.dp
 
     def _batch(self, texts: Sequence[Sequence[int]], columns: tuple[int, ...] | None, engine: Engine) -> Batch:

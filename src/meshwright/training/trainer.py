@@ -95,6 +95,7 @@ class Trainer:
     def train(self, stop: Interrupt) -> Summary:
         """Run steps until the last one, an interruption, or a non-finite loss."""
         recipe, progress = self.plan.recipe, self.state.progress
+        # Rows have numbers, so that a resumed run goes on with the very next one, under any layout.
         sampler = numbered_rows(self.plan.data, recipe, self.corpus, self.corpus.train, shuffle=True)
         balanced = self.plan.model.moe is not None and recipe.balance_loss > 0
         rows = PackedRows(
@@ -148,6 +149,7 @@ class Trainer:
         """Begin the next step. Its numbers are read later."""
         recipe, layout, progress = self.plan.recipe, self.plan.layout, self.state.progress
         step = progress.step + 1
+        # The watchdog names this step when a rank hangs in it.
         self.pulse.step = step
         count = recipe.global_batch_at(progress.tokens)
         # The next batch may be larger (a batch ramp), and its thread starts to read it now.

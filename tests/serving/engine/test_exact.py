@@ -11,7 +11,7 @@ import torch
 
 from meshwright.model import Transformer, build
 from meshwright.model.generate import generate
-from meshwright.observe.tiny_models import shrink
+from meshwright.observe.oracle.features import shrink
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.rows.exact_rows import ExactRows

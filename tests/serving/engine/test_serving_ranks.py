@@ -14,8 +14,8 @@ import torch
 from benchmarks.serve_speed import differences, theirs
 from meshwright.formats.hub import export_folder
 from meshwright.model import Transformer, build
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.cache.blocks import MOVES, CachedSequence, Move, Phase

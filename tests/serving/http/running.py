@@ -19,7 +19,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.data.tokens.word_encoder import byte_alphabet
 from meshwright.model import build
-from meshwright.observe.tiny_models import shrink
+from meshwright.observe.oracle.features import shrink
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.serving_engine import ServingEngine

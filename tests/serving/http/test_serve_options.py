@@ -154,7 +154,7 @@ def test_what_makes_no_sense_is_refused(
 def test_a_draft_with_another_vocabulary(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from meshwright.formats.hub import export_folder
     from meshwright.model import build
-    from meshwright.observe.tiny_models import shrink
+    from meshwright.observe.oracle.features import shrink
 
     other = build(shrink("llama-3.1-8b"))
     options: dict[str, Any] = {"shape": other.shape, "tokenizer": None, "dtype": other.embed.weight.dtype}

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from meshwright.formats.hub import export_folder
+from meshwright.observe.oracle.features import shrink
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout, ModelShape, Recipe, num_parameters
-from meshwright.store import checkpoint, checkpoint_files
-from meshwright.store import commit as commits
+from meshwright.store import checkpoint, checkpoint_files, checkpoint_folder
 from meshwright.store.model_weights import MASTER, weights
 from meshwright.store.saver import Piece
 from meshwright.training.optimizer.optimizer import Optimizer
@@ -95,11 +94,11 @@ def test_any_layout_exports_the_bytes_of_one_process(
 
 def test_the_files_of_a_checkpoint_are_hashed_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_files, "RUN_BYTES", 3000)
-    real, seen = commits.record, []
-    monkeypatch.setattr(commits, "record", lambda path: (seen.append(path.name), real(path))[1])
+    real, seen = checkpoint_folder.record_file, []
+    monkeypatch.setattr(checkpoint_folder, "record_file", lambda path: (seen.append(path.name), real(path))[1])
     source = saved / "llama-3.1-8b" / "step-000001"
     assert len(list(weights(source, torch.float32))) > 20
-    assert sorted(seen) == sorted(path.name for path in source.iterdir() if path.name != commits.NAME)
+    assert sorted(seen) == sorted(path.name for path in source.iterdir() if path.name != checkpoint_folder.COMMIT)
 
 
 def test_a_missing_name_and_a_damaged_file_are_refused(saved: Path, tmp_path: Path) -> None:

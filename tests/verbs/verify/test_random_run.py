@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from meshwright.observe.oracle import feature_matrix, one_device
-from meshwright.observe.oracle.drawn_teacher import DrawnTeacher
 from meshwright.observe.oracle.feature_matrix import from_arrays, to_arrays
-from meshwright.observe.oracle.one_device import BANDS, Case, RankOutcome, outcome
+from meshwright.observe.oracle.one_device import BANDS, Case, DrawnTeacher, RankOutcome, outcome
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel.axes import data
 from meshwright.parallel.engine import Engine

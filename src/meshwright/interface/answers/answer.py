@@ -62,6 +62,7 @@ def plain(content: Any) -> Any:
         return [plain(entry) for entry in content]
     if isinstance(content, Path):
         return str(content)
+    # JSON has neither NaN nor infinity, and many readers refuse Python's words for them.
     if isinstance(content, float) and not math.isfinite(content):
         return None
     return content
@@ -137,6 +138,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             bound = names.bind(*args, **kwargs)
+        # Python's own error names internals of the wrapper, and suggests nothing.
         except TypeError as error:
             raise _misnamed(function.__name__, str(error), names, len(args), list(kwargs)) from None
         for name, setting in bound.arguments.items():
@@ -153,14 +155,14 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 def _misnamed(function: str, error: str, names: Signature, positional: int, keywords: list[str]) -> ArgumentError:
     """Return the error about an unknown keyword, else about the call in Python's own words."""
-    known = [name for name in names.parameters if name != "self"]
+    parameters = [name for name in names.parameters if name != "self"]
     for name in keywords:
-        if name not in known:
-            near = suggest(name, [f"{parameter}=" for parameter in known], 1)
+        if name not in parameters:
+            near = suggest(name, [f"{parameter}=" for parameter in parameters], 1)
             return ArgumentError(name, rule=f"is not known to {function}; {near}")
     missing = [name for name in list(names.parameters)[positional:] if name not in keywords]
-    name = missing[0] if missing else known[-1]
-    return ArgumentError(name, sentence=f"{function}: {error}; it takes {', '.join(known)}")
+    name = missing[0] if missing else parameters[-1]
+    return ArgumentError(name, sentence=f"{function}: {error}; it takes {', '.join(parameters)}")
 
 
 def _fits(argument: Any, hint: Any) -> bool:
@@ -169,6 +171,7 @@ def _fits(argument: Any, hint: Any) -> bool:
         return any(_fits(argument, part) for part in parts)
     if kind in (Any, Parameter.empty) or not isinstance(kind, type):  # or a name that only a type checker resolves
         return True
+    # True is an int and text a sequence to Python: neither is what a caller meant.
     if (isinstance(argument, bool) and kind in (int, float)) or (
         isinstance(argument, str | Mapping) and kind is Sequence
     ):

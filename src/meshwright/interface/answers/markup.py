@@ -64,6 +64,7 @@ def style() -> str:
 
 def whole(*parts: str) -> str:
     """Return the HTML that a notebook shows."""
+    # A notebook shows each output on its own, so each carries the style.
     return f'<div class="meshwright">{style()}{"".join(parts)}</div>'
 
 
@@ -113,6 +114,7 @@ def time_bar(parts: Mapping[str, float]) -> str:
 
 def curve(lines: Mapping[str, Sequence[tuple[float, float]]], across: str, up: str) -> str:
     """Return lines over one pair of axes, with the ends of both labelled. Empty = fewer than two points."""
+    # All lines share one scale, else their heights could not be compared.
     points = [point for line in lines.values() for point in line]
     if len({x for x, _ in points}) < 2:
         return ""

@@ -139,11 +139,11 @@ def read_to_plan(config: Path, name: str) -> Callable[[Path], FolderModel]:
         if folder != config.parent or not config.is_file():
             return read_folder(folder)
         shape = _planned(config, name, strictly=True)
-        known = FolderModel(shape=shape) if shape and shape.plan_only else None
-        if known is None and config.name == "config.json" and not (folder / "plan.yaml").is_file():
-            known = read_folder(folder)
+        folder_model = FolderModel(shape=shape) if shape and shape.plan_only else None
+        if folder_model is None and config.name == "config.json" and not (folder / "plan.yaml").is_file():
+            folder_model = read_folder(folder)
         assert shape is not None
-        return replace(known or FolderModel(shape=shape), shape=replace(shape, name=name))
+        return replace(folder_model or FolderModel(shape=shape), shape=replace(shape, name=name))
 
     return read
 

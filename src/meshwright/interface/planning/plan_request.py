@@ -107,8 +107,8 @@ def _hub_answers() -> bool:
     """Return if the hub answers one request in time. `hf_hub_download` would try six times, 23 seconds in all."""
     from huggingface_hub import constants, get_session
 
-    chosen = constants.HF_HUB_ETAG_TIMEOUT != constants.DEFAULT_ETAG_TIMEOUT
-    seconds = float(constants.HF_HUB_ETAG_TIMEOUT) if chosen else HUB_ANSWER_S
+    is_set = constants.HF_HUB_ETAG_TIMEOUT != constants.DEFAULT_ETAG_TIMEOUT
+    seconds = float(constants.HF_HUB_ETAG_TIMEOUT) if is_set else HUB_ANSWER_S
     answers: list[object] = []
 
     def ask() -> None:
@@ -150,9 +150,9 @@ def asked_plan(
             words.insert(0, f"model={model}")
     words += _adapters(tune, coded=not names_plan and _holds_codes(path))
     # Defaults are added only for keys that no word names, so after all other words.
-    named = {word.partition("=")[0].removeprefix("recipe.") for word in words}
+    named_keys = {word.partition("=")[0].removeprefix("recipe.") for word in words}
     if tune and not names_plan:
-        words += _tuned(named, adapters=not tune.startswith(FULL))
+        words += _tuned(named_keys, adapters=not tune.startswith(FULL))
     words += [f"teacher={teacher}", f"recipe.objective={DISTILL}"] if teacher else []
     file = path if names_plan and plan is None else None
     # This list takes the notes on keys of other tools. Without one they become warnings.
@@ -173,7 +173,7 @@ def asked_plan(
             requested, argument("cluster", cluster) if cluster else f"cluster.device {requested.cluster.device.name!r}"
         )
     if not names_plan:
-        requested = _recipe(requested, named, tuned=bool(tune))
+        requested = _recipe(requested, named_keys, tuned=bool(tune))
     _check_any_layout(requested)
     return requested
 
@@ -294,28 +294,28 @@ def _holds_codes(path: Path) -> bool:
     return is_quantized(folder)
 
 
-def _tuned(named: set[str], *, adapters: bool) -> list[str]:
+def _tuned(named_keys: set[str], *, adapters: bool) -> list[str]:
     """Return plan words for the defaults of `tune`. `_recipe` decides on its sequence and batch."""
     added = defaults_of(
-        TUNING_DEFAULTS, {f"recipe.{key}" for key in named} | {"recipe.sequence", "recipe.global_batch"}
+        TUNING_DEFAULTS, {f"recipe.{key}" for key in named_keys} | {"recipe.sequence", "recipe.global_batch"}
     )
     if adapters and RATE in added:
         added[RATE] = rate_of_adapters(added[RATE])
     return [SAMPLES_WORD, *(f"{key}={value}" for key, value in added.items())]
 
 
-def _recipe(plan: "Plan", named: set[str], *, tuned: bool = False) -> "Plan":
+def _recipe(plan: "Plan", named_keys: set[str], *, tuned: bool = False) -> "Plan":
     """Fill in a recipe for real training: bf16, a long sequence, millions of tokens per step; or for fine-tuning."""
     changes: dict[str, Any] = {}
-    if not named & {"precision", "mixed_precision", "dtype"}:
+    if not named_keys & {"precision", "mixed_precision", "dtype"}:
         # A recipe's own default is fp32, which suits a first run on a CPU. A cluster is planned for half precision.
         changes["precision"] = "fp16" if plan.cluster.device.without("bf16") else "bf16"
     sequence = plan.recipe.sequence
-    if not any("seq" in name or "context" in name for name in named):
+    if not any("seq" in name or "context" in name for name in named_keys):
         sequence = changes["sequence"] = min(
             int(TUNING_DEFAULTS["recipe.sequence"]) if tuned else SEQUENCE, plan.model.max_positions
         )
-    if not any("batch" in name for name in named):
+    if not any("batch" in name for name in named_keys):
         wanted = (
             max(int(TUNING_DEFAULTS["recipe.global_batch"]), plan.cluster.devices)
             if tuned

@@ -36,6 +36,7 @@ def explain(error: BaseException, write: Writer = write_in_python) -> tuple[str,
             "out of memory: take a smaller layout.micro_batch, layout.recompute=full or a smaller model",
             DOES_NOT_FIT,
         )
+    # The system's own words say more than the name of the exception.
     if isinstance(error, OSError) and error.strerror:
         where = f" ({error.filename})" if error.filename else ""
         remedy = ": free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
@@ -56,6 +57,7 @@ def explain_usage(error: Any, words: Sequence[str]) -> str:
         message = re.sub(pattern, replacement, message)
     if verb == "generate " and message.startswith("Got unexpected extra argument"):
         message = f"A prompt is given as --prompt TEXT, in quotes where it has spaces ({message.partition(' ')[2]})"
+    # Other programs have such an option on every command.
     if message.startswith("No such option: --dry-run"):
         message = f"{verb}has no --dry-run: `meshwright dryrun` makes a dry run alone"
     see = f"see meshwright {verb}--help"

@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Iterator
 
 from meshwright.interface.terminal.screen_text import coloured
-from meshwright.observe.compare.disagreement import TITLES
-from meshwright.observe.compare.judge import ComparedRow
-from meshwright.observe.compare.table import percent
+from meshwright.observe.compare.comparison import ComparedRow
+from meshwright.observe.compare.table import TITLES, percent
 
 NAMES = 22
 """Columns for the names of rows."""

@@ -12,6 +12,7 @@ class Pace:
 
     def __init__(self, steps: int, window: int = 64) -> None:
         self.steps = steps
+        # Only the last steps: the first ones compile, and a batch ramp makes later ones longer.
         self._seen: deque[tuple[int, float]] = deque(maxlen=window)
 
     def seen(self, step: int, now_s: float) -> None:
@@ -21,8 +22,8 @@ class Pace:
     def left_s(self, otherwise_s: float) -> float:
         """Return the seconds to the last step. After one step, each is assumed to take `otherwise_s`."""
         (first, began), (last, now) = self._seen[0], self._seen[-1]
-        each = (now - began) / (last - first) if last > first else otherwise_s
-        return max(0, self.steps - last) * each
+        step_s = (now - began) / (last - first) if last > first else otherwise_s
+        return max(0, self.steps - last) * step_s
 
 
 def opening(info: RunInfo) -> list[tuple[str, str]]:
@@ -99,8 +100,8 @@ def data_wait(metrics: StepMetrics) -> str:
 
 def utilization(metrics: StepMetrics) -> str:
     """Return the MFU by both conventions. Empty = the device's peak is unknown."""
-    known = (("causal", metrics.mfu_causal), ("full", metrics.mfu_full))
-    parts = [f"{100 * value:.1f}% {name}" for name, value in known if value is not None]
+    shares = (("causal", metrics.mfu_causal), ("full", metrics.mfu_full))
+    parts = [f"{100 * value:.1f}% {name}" for name, value in shares if value is not None]
     hfu = f", HFU {100 * metrics.hfu:.1f}%" if metrics.hfu is not None else ""
     return "MFU " + ", ".join(parts) + hfu if parts else ""
 
@@ -129,8 +130,8 @@ def held_out(metrics: EvalMetrics) -> str:
     parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.figures.items()]
     roles = metrics.roles or {}
     by_role = f"; {', '.join(f'{name} {role.loss:.4f}' for name, role in roles.items())}" if len(roles) > 1 else ""
-    each = "".join(f"; {source.path} {source.loss:.4f}" for source in metrics.sources or ())
-    return f"{', '.join(parts)} on {count(metrics.tokens)} tokens{each}{by_role}"
+    by_source = "".join(f"; {source.path} {source.loss:.4f}" for source in metrics.sources or ())
+    return f"{', '.join(parts)} on {count(metrics.tokens)} tokens{by_source}{by_role}"
 
 
 def closing(summary: Summary, device: str) -> str:

@@ -41,6 +41,7 @@ def verdict(best: Prediction, note: str = "") -> Iterator[str]:
     yield (
         f"    step     {step_time(best.step_s):<10} {speed} tokens/s per {device}   MFU {best.mfu(causal=False):.1%}"
     )
+    # From 0.9995 s on a time is printed as 1.00 s, and its range must have the same unit.
     likely_ranges, ms = ranges(best), best.step_s < 0.9995
     rates = explain.between(likely_ranges.tokens_per_second_per_device)
     step = f"{explain.between(likely_ranges.step_seconds, 1e-3 if ms else 1.0)} {'ms' if ms else 's'}"
@@ -49,9 +50,9 @@ def verdict(best: Prediction, note: str = "") -> Iterator[str]:
     )
     peak, where = best.peak_bytes, best.worst
     if room < float("inf"):
-        left = f"{short_gib(room - peak)} free" if fits else f"{short_gib(peak - room)} too much"
+        spare = f"{short_gib(room - peak)} free" if fits else f"{short_gib(peak - room)} too much"
         used = f"{size_number(peak, room)} of {size_number(room, room)} {size_unit(room)}"
-        yield f"    memory   {used}  {bar(peak / room, 20 if columns >= 80 else 10)}  {left}"
+        yield f"    memory   {used}  {bar(peak / room, 20 if columns >= 80 else 10)}  {spare}"
         likely = explain.probability(likely_ranges.fit_probability)
         unit = GIB if size_unit(peak) == "GiB" else MIB
         most = f"{explain.between(likely_ranges.peak_bytes, unit)} {size_unit(peak)}"
@@ -64,8 +65,10 @@ def verdict(best: Prediction, note: str = "") -> Iterator[str]:
     if best.executions is not None and not best.executions.best.plain:
         yield from wrapped(best.executions.best.name, columns, "    blocks   ")
     if best.host_bytes:
-        each = f"{short_gib(best.host_bytes)} of a rank's activations, {short_gib(best.node_bytes)} of a node's at most"
-        yield from wrapped(f"{each}: whether the node has as much free is not known", columns, "    host     ")
+        sizes = (
+            f"{short_gib(best.host_bytes)} of a rank's activations, {short_gib(best.node_bytes)} of a node's at most"
+        )
+        yield from wrapped(f"{sizes}: whether the node has as much free is not known", columns, "    host     ")
 
 
 def size_number(size: float, whole: float) -> str:

@@ -78,6 +78,7 @@ def _allocate_whole(shape: ModelShape, dtype: torch.dtype) -> tuple[Transformer,
 
 def _open_run(path: Path, dtype: str | None, which: str, allocate: Allocate) -> TrainedModel:
     run, checkpoint = locate(path, which)
+    # In fp32 the weights of a 16-bit run come from its masters, which hold more digits.
     wanted = DTYPES[dtype or run.plan.recipe.precision]
     model, put = allocate(run.plan.model.base, wanted)
     for name, tensor in final_weights(run.plan, checkpoint, wanted):
@@ -169,6 +170,7 @@ def _open_hub(path: Path, dtype: str | None, allocate: Allocate, adapter: Path |
 
     for name, weight in base.weights():
         tensor = weight if isinstance(weight, Tensor) else weight.dequantized()
+        # Merged weight by weight, so that no second copy of the model is ever in memory.
         parts = adapter_parts(name, low)
         put(name, merge_adapter(tensor.float(), parts, shape.lora) if parts and shape.lora else tensor)
     return _trained_hub(model, folder if adapter is None else folder.prompted_by(adapter), adapter or path)

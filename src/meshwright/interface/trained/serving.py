@@ -58,6 +58,7 @@ def _run_in_thread(server: "HttpServer") -> None:
     thread.start()
     try:
         thread.join()
+    # Ctrl-C reaches the main thread only. The server then ends the requests in progress.
     except KeyboardInterrupt:
         server.stop()
         thread.join()

@@ -136,6 +136,7 @@ def _adapter_of_run(name: str, path: Path, source: Path) -> ServedAdapter:
                 "(`meshwright export --adapter`)"
             ),
         )
+    # An adapter corrects these very weights. Beside others it would answer nonsense without any error.
     trained_beside = checkpoints.read_values(checkpoint).get("base")
     fingerprint = import_folder(source).fingerprint() if (source / "config.json").is_file() else ""
     if trained_beside != base_fingerprint(run.plan) or trained_beside != fingerprint:
@@ -241,15 +242,22 @@ class TrainedModel:
         `options`: for all prompts, or one for each; None = greedy. With n answers per prompt, they follow each other.
         `adapters`: as for `engine`. Raises PlanError, ArgumentError.
         """
-        chosen = [options or RequestOptions()] * len(prompts) if not isinstance(options, Sequence) else list(options)
-        if len(chosen) != len(prompts):
+        options_of_prompts = (
+            [options or RequestOptions()] * len(prompts) if not isinstance(options, Sequence) else list(options)
+        )
+        if len(options_of_prompts) != len(prompts):
             raise ArgumentError(
                 "options",
-                sentence=f"options has {len(chosen)} entries for {len(prompts)} prompts: give one, or one each",
+                sentence=(
+                    f"options has {len(options_of_prompts)} entries for {len(prompts)} prompts: give one, or one each"
+                ),
             )
         ids = [self.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
-        serving = self.engine(engine or self._options_for(ids, chosen), adapters=adapters)
-        requests = [serving.add(prompt_ids, each) for prompt_ids, each in zip(ids, chosen, strict=True)]
+        serving = self.engine(engine or self._options_for(ids, options_of_prompts), adapters=adapters)
+        requests = [
+            serving.add(prompt_ids, prompt_options)
+            for prompt_ids, prompt_options in zip(ids, options_of_prompts, strict=True)
+        ]
         serving.run(requests)
         answered = zip(prompts, requests, strict=True)
         return tuple(
@@ -409,10 +417,10 @@ class TrainedModel:
         assert self.plan is not None, "a text that was given is one source"
         from meshwright.training.step.evaluate import score_sources
 
-        each = dict(zip(map(id, rows.stream.parts), rows.rows.rows, strict=True))
+        rows_of_stream = dict(zip(map(id, rows.stream.parts), rows.rows.rows, strict=True))
 
         def score(_: Data, stream: TokenStream, limit: int) -> "EvalMetrics":
-            return replace(rows, rows=each[id(stream)], stream=stream, limit=limit).evaluate(engine, device)
+            return replace(rows, rows=rows_of_stream[id(stream)], stream=stream, limit=limit).evaluate(engine, device)
 
         scores = score_sources(self.plan.data, rows.stream, sequences, score)
         assert scores is not None, "held_out_rows refuses what has nothing held out"

@@ -114,7 +114,8 @@ class TraceRecorder(compat.BareMode):
         self._recorded += 1
         number = self._start(group, call)
         work = inner(group, *arguments, **keywords)
-        if work is None:  # what it computes next already comes after
+        # A blocking call has waited when it returns: kernels from here on come after it.
+        if work is None:
             self.record_wait(number)
             return None
         return _Started(self, number, work)
@@ -123,7 +124,8 @@ class TraceRecorder(compat.BareMode):
         if not self._groups:
             self._groups = {name: n for n, (name, _) in enumerate(list_groups())}
         name = group_name(group)
-        if name not in self._groups:  # made after the first collective
+        # Groups may also be made after the first collective.
+        if name not in self._groups:
             self._groups = {name: n for n, (name, _) in enumerate(list_groups())}
         if self._axis:
             self._axes.setdefault(name, self._axis)
@@ -163,6 +165,7 @@ class TraceRecorder(compat.BareMode):
         key = compat.storage_key(storage)
         first, last = _extent(tensor)
         self._open.setdefault(key, []).append((number, written, first, last))
+        # A weak reference, since holding the storage would hide that the program frees it too early.
         self._held.setdefault(number, []).append((key, weakref.ref(storage, partial(self._freed, key))))
 
     def _freed(self, key: int, gone: object = None) -> None:
@@ -170,6 +173,7 @@ class TraceRecorder(compat.BareMode):
             self.events.append(Touch(number, "freed", self._where()))
 
     def _record_resize(self, inner: Inner, storage: torch.UntypedStorage, size: int) -> Any:
+        # FSDP frees gathered parameters in place: for a running collective that is as bad as dropping them.
         if self._open and size < storage.nbytes():
             self._freed(compat.storage_key(storage))
         return inner(storage, size)
@@ -190,6 +194,7 @@ class TraceRecorder(compat.BareMode):
         if self._open:
             self._record_touches(operation, launch, args, kwargs)
         last = self.events[-1] if self.events else None
+        # Launches in a row are one event, else a trace would have one per kernel. A first launch must stay visible.
         if isinstance(last, Compute) and (last.first or not first):
             if first:
                 self._seen.add(key)
@@ -208,6 +213,7 @@ class TraceRecorder(compat.BareMode):
             for tensor in _tensors(argument):
                 for number, written, first, last in self._open.get(_storage(tensor), ()):
                     here = _extent(tensor)
+                    # Reading what is being sent is harmless: only a write on either side is a race.
                     if here[0] < last and first < here[1] and (writes or written):
                         where = f"{compat.operation_name(operation)}, {self._where()}"
                         self.events.append(Touch(number, "written" if writes else "read", where))
@@ -247,6 +253,7 @@ def _describe_call(communicator: int, group: dist.ProcessGroup, call: GroupCall,
         dtype=str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
         element_bytes=tensor.element_size() if tensor is not None else 0,
         reduce=call.reduce,
+        # A distance instead of a rank, so that ranks of a ring have equal traces.
         peer=(call.peer - index) % size if call.kind in ("send", "receive") else 0,
         sent=sent,
         received=received,

@@ -24,7 +24,7 @@ from meshwright.observe.check.events import Communicator, RankTrace, Trace
 from meshwright.observe.check.recorder import TraceRecorder
 from meshwright.observe.dryrun.op_cache import cached_calls
 from meshwright.observe.program import TrainingProgram, without_values
-from meshwright.observe.subprocesses import in_subprocesses
+from meshwright.observe.ranks import in_subprocesses
 from meshwright.parallel import make_mesh
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, PlanError
@@ -96,12 +96,14 @@ def record_world(
     world_traces: dict[int, RankTrace] = {}
     for ranks in ranks_alike.values():
         digest, groups = full.ranks[ranks[0]]
+        # A trace names groups by their order of creation, so a shared trace needs the same groups.
         if _names_and_ranks(groups) != _names_and_ranks(briefs.ranks[ranks[0]][1]):
             raise PlanError(f"rank {ranks[0]} makes other groups in a brief run than in a full one")
         for rank in ranks:
+            # Only the full run shows which axis used a group.
             groups_here = tuple(
                 replace(mine, axis=same.axis) for mine, same in zip(briefs.ranks[rank][1], groups, strict=True)
-            )  # only the full run shows which axis used a group
+            )
             world_traces[rank] = RankTrace(rank, full.traces[digest], groups_here)
     return [world_traces[rank] for rank in range(world)]
 
@@ -116,6 +118,7 @@ def _record_in_processes(
 ) -> Recording:  # fmt: skip
     ranks = list(ranks)
     workers = processes or len(os.sched_getaffinity(0))
+    # Two tasks per worker, so that an early worker takes a part of a late one's share.
     size = min(AT_ONCE, -(-len(ranks) // (2 * workers)))
     tasks = [(plan, ranks[start : start + size], device, load, full) for start in range(0, len(ranks), size)]
     recording = Recording(traces={}, ranks={})
@@ -131,6 +134,7 @@ def _record_in_processes(
 def record_ranks(plan: Plan, ranks: Sequence[int], device: str, load: float, full: bool) -> Recording:
     """Record ranks in this process, one after the other."""
     torch.set_num_threads(1)
+    # gc.collect runs after every rank. Freezing spares it the objects of torch and this package.
     gc.freeze()
     traces: dict[str, Trace] = {}
     recorded: dict[int, tuple[str, tuple[Communicator, ...]]] = {}
@@ -144,7 +148,8 @@ def record_ranks(plan: Plan, ranks: Sequence[int], device: str, load: float, ful
             if full:
                 traces.setdefault(digest, rank_trace.trace)
             del rank_trace
-            gc.collect()  # torch finds groups by name: those of this rank must be gone before the next makes its own
+            # torch finds groups by name: those of this rank must be gone before the next makes its own.
+            gc.collect()
     return Recording(traces=traces, ranks=recorded)
 
 
@@ -161,6 +166,7 @@ def _record(plan: Plan, rank: int, load: float, recorder: TraceRecorder, full: b
     )  # fmt: skip
     with without_values(), recorder.listening():
         program.build()
+        # A batch ramp has steps of several sizes, and the schedule of each is another trace.
         every_size = dict.fromkeys(map(plan.layout.micro_batches, plan.recipe.global_batches))
         counts = list(every_size) if full else [fewest_micro_batches(plan)]
         for number, count in enumerate(counts, start=1):
@@ -181,8 +187,8 @@ def limit_rounds(plan: Plan) -> Plan:
     layout, recipe = plan.layout, plan.recipe
 
     def fewer(batch: int) -> int:
-        whole = layout.micro_batches(batch)
-        return batch // whole * _legal(layout, ROUNDS * layout.pp, whole)
+        count = layout.micro_batches(batch)
+        return batch // count * _legal(layout, ROUNDS * layout.pp, count)
 
     ramp = tuple(replace(stage, global_batch=fewer(stage.global_batch)) for stage in recipe.batch_ramp)
     return replace(plan, recipe=replace(recipe, global_batch=fewer(recipe.global_batch), batch_ramp=ramp))
@@ -222,7 +228,8 @@ def abbreviate_plan(plan: Plan) -> Plan:
         layout=replace(layout, stages=tuple(map(len, kinds)) if layout.pp > 1 else ()),
         recipe=replace(recipe.largest, noise_scale_every=0, sequence=sequence),
     )
-    if layout.schedule == "dualpipe-v":  # zb-v places the same stages, and takes fewer micro-batches
+    # zb-v places the same stages, and takes fewer micro-batches.
+    if layout.schedule == "dualpipe-v":
         changed = replace(changed, layout=replace(changed.layout, schedule="zb-v"))
     changed = _with_micro_batches(changed, fewest_micro_batches(changed))
     try:

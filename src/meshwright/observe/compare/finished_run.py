@@ -1,4 +1,7 @@
-"""A run folder after the run: its plan, metrics and ledgers, and their measurements."""
+"""A run folder after the run: its plan, metrics and ledgers, and their measurements.
+
+Everything is validated when it is read, since a folder may come from anywhere.
+"""
 
 import json
 import math
@@ -9,18 +12,65 @@ from statistics import median
 from typing import Any
 
 from meshwright import __version__, planfile
-from meshwright.observe.compare.metric_records import records
 from meshwright.observe.shared_document import SharedDocument, TimePart, parse_document, read, read_json
 from meshwright.spec import Plan
 from meshwright.spec.errors import MeshwrightError, PlanError, RunError, argument
 from meshwright.spec.plan.plan import RANDOM
-from meshwright.store.run_folder import RunFolder
+from meshwright.store.run_folder import MetricsLog, RunFolder
 
+Record = dict[str, Any]
+STEP_NUMBERS = ("loss", "grad_norm", "lr", "tokens", "tokens_per_second", "seconds", "step_seconds")
+"""Numbers in every step's record."""
+EVALUATION_NUMBERS = ("loss",)
+"""Numbers in every evaluation's record."""
+OPTIONAL_NUMBERS = ("data_wait_seconds", "mfu_causal", "mfu_full", "hfu", "bits_per_byte")
+"""Numbers that a record may lack, or have as null."""
+MAY_OVERFLOW = ("loss", "grad_norm")
+"""Numbers of a step that may be infinite or NaN in training, by overflow of fp16."""
+LARGEST_NUMBER = 2**63
 DRYRUN, PROFILE = "dryrun.json", "profile.json"
 """Shared documents of a dry run and of a profile, beside ledger.json in the run folder."""
 WARM_UP = 0.1
 """Share of a run's steps, at most WARM_UP_MOST of them, that do not count for its speed: caches, compilation."""
 WARM_UP_MOST = 20
+COMPARED = ("sequence", "global_batch", "precision", "reduce_dtype", "dropout", "document_mask")
+"""Keys of a recipe on which memory, traffic or time depend."""
+SWITCHES = ("clip", "balance_loss", "noise_scale_every")
+"""Keys that matter only as zero or not: a norm, a loss, a copy of all gradients, or none."""
+IGNORED = ("compile", "cuda_graphs", "saving")
+"""Keys of a layout that may differ. Neither a dry run nor a profile saves."""
+
+
+def metric_records(path: Path) -> tuple[tuple[Record, ...], tuple[Record, ...]]:
+    """Return steps and evaluations. Raises RunError naming the first record that is damaged or of another program."""
+    rows = MetricsLog.read(path)
+    steps = tuple(_check_record(row, STEP_NUMBERS, path) for row in rows if "kind" not in row)
+    evaluations = tuple(_check_record(row, EVALUATION_NUMBERS, path) for row in rows if row.get("kind") == "eval")
+    return steps, evaluations
+
+
+def _check_record(record: Record, names: tuple[str, ...], path: Path) -> Record:
+    # fp16 overflows in training, and such steps are skipped. An evaluation with an infinite loss is damage.
+    step, may_overflow = record.get("step"), names is STEP_NUMBERS
+    wrong = [name for name in names if not _is_number(record.get(name), may_overflow and name in MAY_OVERFLOW)]
+    wrong += [name for name in OPTIONAL_NUMBERS if record.get(name) is not None and not _is_number(record[name])]
+    batch = record.get("global_batch", 1)
+    if type(step) is not int or not 0 <= step < LARGEST_NUMBER:
+        what = "a record has no step"
+    elif wrong:
+        what = f"the record of step {step} has no number {wrong[0]}"
+    elif may_overflow and (type(batch) is not int or not 1 <= batch < LARGEST_NUMBER):
+        what = f"the record of step {step} has no global_batch of 1 or more"
+    else:
+        return record
+    raise RunError(f"{path} is damaged or of another program: {what}")
+
+
+def _is_number(value: Any, may_overflow: bool = False) -> bool:
+    # bool is a subclass of int, and true in a record is no figure.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < LARGEST_NUMBER or (may_overflow and isinstance(value, float))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +102,7 @@ class FinishedRun:
     @property
     def steady(self) -> tuple[dict[str, Any], ...]:
         """The steps that count for the run's speed."""
+        # Steps of a batch ramp are shorter, and would lower the time of a step that is compared with the full batch.
         last = self.plan_as_run.recipe.global_batch
         full_batch_steps = [step for step in self.steps if step.get("global_batch", last) == last]
         count = len(full_batch_steps)
@@ -74,7 +125,7 @@ def open_run(path: Path) -> FinishedRun:
         plan = RunFolder.open(path).plan
     except PlanError as error:
         raise RunError(f"{path} is damaged or of another program: {error}") from None
-    steps, evaluations = records(path / "metrics.jsonl")
+    steps, evaluations = metric_records(path / "metrics.jsonl")
     run = FinishedRun(
         path=path,
         plan=plan,
@@ -93,7 +144,8 @@ def open_run(path: Path) -> FinishedRun:
 
 def _with_device(run: FinishedRun) -> Plan:
     """Return the plan with the GPU of the run if it names none, as in older runs."""
-    from meshwright.training import device  # loads torch, after errors of the folder
+    # Imported here: an error in the folder is then reported before torch has loaded.
+    from meshwright.training import device
 
     name = run.environment.get("device")
     seen = device.match_device(name) if run.device == "cuda" and isinstance(name, str) else None
@@ -137,9 +189,11 @@ def same_program(plan: Plan, document: SharedDocument) -> bool:
     Everything is compared on which memory, traffic or time depend, and of a dry run also the engine's version. A field
     left to auto matches any word, but means off on a CPU.
     """
+    # Weights from a folder and random ones take the same time and memory.
     ours, theirs = planfile.dump(replace(plan, init=RANDOM)), document.plan
     if not isinstance(theirs.get("recipe"), dict) or not isinstance(theirs.get("layout"), dict):
         return False
+    # A dry run is the engine's program, so another version is another program. A measurement stays what it was.
     dry = document.source == "dryrun"
     if dry and document.environment.get("meshwright") != __version__:
         return False
@@ -149,14 +203,6 @@ def same_program(plan: Plan, document: SharedDocument) -> bool:
     words = ("cuda_graphs",) if dry else ("compile", "cuda_graphs")
     executed = all(_executed_alike(ours["layout"][key], theirs["layout"].get(key), document.device) for key in words)
     return recipe and switches and layout and executed and _same(ours["model"], _without_init(theirs.get("model")))
-
-
-COMPARED = ("sequence", "global_batch", "precision", "reduce_dtype", "dropout", "document_mask")
-"""Keys of a recipe on which memory, traffic or time depend."""
-SWITCHES = ("clip", "balance_loss", "noise_scale_every")
-"""Keys that matter only as zero or not: a norm, a loss, a copy of all gradients, or none."""
-IGNORED = ("compile", "cuda_graphs", "saving")
-"""Keys of a layout that may differ. Neither a dry run nor a profile saves."""
 
 
 def _without_init(model: Any) -> Any:
@@ -180,7 +226,8 @@ def refuse_other(path: Path, plan: Plan) -> None:
         plans = [RunFolder.open(path).plan]
     except PlanError as error:
         raise RunError(f"{path} is damaged or of another program: {error}; choose another {argument('run')}") from None
-    with suppress(RunError):  # nothing measured there yet
+    # The run may have trained with a smaller batch than its plan. RunError: nothing is measured there yet.
+    with suppress(RunError):
         plans.append(open_run(path).plan_as_run)
     ours = SharedDocument(source="measured", plan=planfile.dump(plan))
     if not any(same_program(plan_there, ours) for plan_there in plans):

@@ -86,6 +86,7 @@ def needed_bytes(dry_run: DryRun, room: Room, stage_peaks: Mapping[int, float] |
         return worst.peak_bytes + reserve_bytes(dry_run.device)
     layout = dry_run.plan.layout
     run_peaks = {place_of(layout, watched.rank)["pp"]: watched.peak_bytes for watched in dry_run.ranks}
+    # Only some stages were run. The planner's ratio between stages is better known than its absolute figure.
     share = worst.peak_bytes / stage_peaks[place_of(layout, worst.rank)["pp"]] if stage_peaks else 0.0
     peaks = {}
     for stage, rank in enumerate(pipeline_ranks(layout)):
@@ -119,9 +120,9 @@ def room_sentence(dry_run: DryRun, room: Room, needed_bytes: int) -> str:
         return ""
     ranks = dry_run.plan.layout.world // room.machines if room.machines else 1
     together = f"{ranks} ranks need {gib(needed_bytes)}, " if ranks > 1 else ""
-    whole = f"'s {gib(room.total_bytes)}" if room.total_bytes else ""
+    size = f"'s {gib(room.total_bytes)}" if room.total_bytes else ""
     state = "are available" if room.machines else "are usable"
-    return f"; {together}{gib(room.usable_bytes)} of {room.owner}{whole} {state}"
+    return f"; {together}{gib(room.usable_bytes)} of {room.owner}{size} {state}"
 
 
 def needed_text(dry_run: DryRun) -> str:
@@ -135,6 +136,7 @@ def room_here(plan: Plan, target: torch.device, machines: int = 1) -> Room:
     if target.type == "cpu":
         return _room_of_machine(plan, machines)
     here = Room(owner="the GPU here", usable_bytes=max(1, int(capacity_bytes(target) - DRIVER_BYTES)))
+    # A plan for a smaller device than the one here must fit there, too.
     described = room_of(plan, "cuda")
     return described if plan.cluster.device.is_gpu and 0 < described.usable_bytes < here.usable_bytes else here
 

@@ -123,10 +123,12 @@ class OpCache:
             except CannotReplay:
                 return operation(*args, **kwargs)
         out = operation(*args, **kwargs)
+        # Arguments that changed their sizes in place would make a replay wrong: such calls go to torch.
         if self._key(operation, [], args, kwargs) != key:
-            self._known[key] = None  # it changed what it was given
+            self._known[key] = None
         else:
-            with suppress(CannotReplay):  # not to be told from this call
+            # This call may be ambiguous where a later one with other arguments is not, so nothing is recorded.
+            with suppress(CannotReplay):
                 self._known[key] = self._outcome(out, tensors)
         return out
 
@@ -141,14 +143,14 @@ class OpCache:
                 return operation(*args, **kwargs)
         if getattr(operation, "namespace", "") != "c10d" or kwargs or not self._is_fake(args[0]):
             return operation(*args, **kwargs)
-        known = self._work.get(id(operation))
-        if known is None:
+        earlier = self._work.get(id(operation))
+        if earlier is None:
             out = operation(*args)
             first, work = out if type(out) is tuple and len(out) == 2 else (None, out)
             if isinstance(work, torch.ScriptObject) and (first is None or _same(first, args[0])):
                 self._work[id(operation)] = operation, first is not None, work
             return out
-        _, gives_first, work = known
+        _, gives_first, work = earlier
         return (args[0], work) if gives_first else work
 
     def _is_fake(self, argument: Any) -> bool:
@@ -157,10 +159,11 @@ class OpCache:
 
     def _key(self, operation: Any, tensors: list[Tensor], args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         """Return all that determines the outcome, and collect the tensors. None = the call is not plain."""
-        known = self._plain.get(id(operation))  # its own hash is slow
-        if known is None:
-            known = self._plain[id(operation)] = operation, _is_plain(operation)
-        if not known[1] or torch.is_inference_mode_enabled():
+        # By identity, since an operation's own hash is slow. The entry holds it, so no other can get its id.
+        entry = self._plain.get(id(operation))
+        if entry is None:
+            entry = self._plain[id(operation)] = operation, _is_plain(operation)
+        if not entry[1] or torch.is_inference_mode_enabled():
             return None
         key: list[Any] = [id(operation), torch.get_default_dtype()]
         if not self._add(key, tensors, args):
@@ -176,6 +179,7 @@ class OpCache:
             kind = type(leaf)
             if kind is self.fake:
                 dtype = leaf.dtype
+                # Sizes do not tell all about these: a known value, or a lazy conjugation or negation.
                 if leaf.constant is not None or dtype.is_complex or leaf.is_neg():
                     return False
                 tensors.append(leaf)
@@ -196,6 +200,7 @@ class OpCache:
             return self._tensor_outcome(out, tensors)
         parts = [self._tensor_outcome(part, tensors) for part in out]
         storages = [part.untyped_storage() for part, how in zip(out, parts, strict=True) if type(how) is NewTensor]
+        # Two outputs that share new memory cannot be rebuilt one by one.
         if len({compat.storage_key(storage) for storage in storages}) < len(storages):
             return None
         outcomes = tuple(how for how in parts if how is not None)

@@ -1,6 +1,19 @@
-"""One rank's program under a StorageWatch: memory at its peak, by kind and by tensor, and traffic."""
+"""One rank's program under a StorageWatch: memory at its peak, by kind and by tensor, and traffic.
 
-from collections.abc import Iterator, Sequence
+The kind of a piece of memory (spec.memory.held.KINDS) follows from what its maker declares (spec.purpose), when it was
+made, and how long it lived:
+
+    parameters, shards, masters, moments, counters   named by `training.optimizer.optimizer` once the model was built
+    gradients       named by it before an update; left by a backward pass with the shape of a parameter
+    buffers         made by FSDP's gathers and reductions, or by a collective and gone when its pass ends
+    logits          made inside the loss over the vocabulary
+    activations     made in a forward pass and still there after it, or left by B for W
+    temporaries     made and gone within one pass, such as a gradient that is added to another; widened by the optimizer
+    tokens          the batch, and the next one that is read ahead
+    staging         on a CPU, the copy of the state from which a thread writes a checkpoint
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from heapq import nlargest
@@ -11,7 +24,6 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from meshwright.observe.dryrun.memory_kinds import label_rest, label_states
 from meshwright.observe.dryrun.storage_tracker import StorageRecord, StorageWatch
 from meshwright.observe.program import TrainingProgram
 from meshwright.observe.shared_document import LargeTensor
@@ -19,10 +31,70 @@ from meshwright.observe.spans import Inner, Span, replaced, report_spans
 from meshwright.parallel.axes.data import local
 from meshwright.parallel.groups.group import Counts
 from meshwright.parallel.pipeline.pass_graphs import NoCapture, PassGraphs
+from meshwright.spec.layout.layout import Layout
 from meshwright.spec.memory.held import KINDS, takes
 from meshwright.training.objectives.teacher import teacher_tensors
+from meshwright.training.optimizer.optimizer import frozen_code_tensors, tensors_by_kind
+from meshwright.training.step.state import TrainState
 
+CODES = "codes"
+"""Provisional kind of parameters that are never sharded, until all others have their kind."""
+FORWARD, BACKWARD = ("F", "evaluate"), ("B", "BW", "W")
+"""First words of phases."""
 LISTED = 20
+
+
+def label_states(watch: StorageWatch, state: TrainState, beside: Iterable[Tensor] = ()) -> None:
+    """Set the kind of lasting storages and of present gradients. `beside` holds parameters of a teacher."""
+    for record in _records(watch, beside):
+        record.kind = record.kind or "parameters"
+    # Codes never are shards, so they must not become any in `label_rest`.
+    for record in _records(watch, frozen_code_tensors(state.engine)):
+        record.kind = CODES
+    for kind, tensors in tensors_by_kind(state.engine, state.optimizer).items():
+        for record in _records(watch, tensors):
+            record.kind = record.kind or kind
+
+
+def _records(watch: StorageWatch, tensors: Iterable[Tensor]) -> list[StorageRecord]:
+    records = [watch.see(local(tensor.detach())) for tensor in tensors]
+    return [record for record in records if record is not None]
+
+
+def label_rest(watch: StorageWatch, shapes: set[tuple[int, ...]], layout: Layout) -> None:
+    """Set the kind of all other storages. `shapes` are those of parameters as this rank computes with them."""
+    # Below ZeRO-3, and in a pipeline, a rank gathers each parameter once and holds it until the update.
+    stays_whole = bool(layout.zero) and (layout.zero < 3 or layout.pp > 1)
+    for record in watch.records:
+        if stays_whole and record.kind == "parameters":
+            record.kind = "shards"
+        if record.kind == CODES:
+            record.kind = "parameters"
+        if not record.kind:
+            record.kind = _kind(watch, record, shapes, stays_whole)
+
+
+def _kind(watch: StorageWatch, record: StorageRecord, shapes: set[tuple[int, ...]], stays_whole: bool) -> str:
+    phase = watch.phases[record.phase].name.partition(" ")[0]
+    here = record.died >= 0 and record.death_phase == record.phase
+    if phase == "tokens":
+        return "tokens"
+    if phase == "copy":
+        return "staging" if record.died < 0 else "temporaries"
+    # FSDP calls torch without declaring a purpose. An empty tensor there becomes a gathered parameter.
+    if record.outer == "fsdp":
+        return "parameters" if record.operation == "empty" and stays_whole else "buffers"
+    if record.purpose == "logits":
+        return "logits"
+    if phase in FORWARD:
+        if not here:
+            return "activations"
+    elif phase in BACKWARD:
+        if record.shape in shapes and not here:
+            return "gradients"
+        if not here and not record.purpose:
+            return "activations"
+    return record.purpose or "temporaries"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +158,11 @@ class Watched:
                 before = program.mesh.traffic.snapshot()
                 program.step(number, count)
                 self.sent.append(program.mesh.traffic.since(before))
-                if number == 1:  # a thread writes the first checkpoint during the second step
+                # A thread writes the first checkpoint during the second step.
+                if number == 1:
                     program.copy()
             program.rest()
+            # Again, for states that the optimizer made in its last step.
             label_states(watch, program.state)
         label_rest(watch, self._parameter_shapes(), program.plan.layout)
         return self._summarize()
@@ -112,7 +186,8 @@ class Watched:
         names = {module: name for model in self.program.state.engine.stages for name, module in model.named_modules()}
 
         def enter(module: Module, inputs: object) -> None:
-            if not torch.compiler.is_compiling():  # what a hook reads, the compiler takes for a constant of the block
+            # What a hook reads, the compiler takes for a constant of the block.
+            if not torch.compiler.is_compiling():
                 outer.append(watch.module)
                 watch.module = names.get(module) or watch.module
 

@@ -2,6 +2,10 @@
 
 Every rank that differs is run in its own process (one per pipeline stage: the others hold as much), as rank R of N in a
 process group whose collectives do nothing. Time grows with what one rank computes, not with N.
+
+Kernels also take memory inside an operation and return it before it ends. No tensor shows these workspaces, so rules
+here count them. Sources for GPUs: torch 2.13, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (mha_bwd)
+and mem_eff_attention/kernel_backward.h. Workspaces of matrix products are permanent: they are the planner's reserve.
 """
 
 import logging
@@ -23,9 +27,8 @@ from meshwright.kernels.chooser import simulate_device
 from meshwright.observe.dryrun.op_cache import cached_calls
 from meshwright.observe.dryrun.rank_run import Watched, WatchedRank
 from meshwright.observe.dryrun.storage_tracker import ROUNDING_BYTES, FakeWatch, StorageWatch
-from meshwright.observe.dryrun.workspaces import cpu_workspace_bytes, workspace_bytes
 from meshwright.observe.program import TrainingProgram, extrapolate_step, probe_counts, without_values
-from meshwright.observe.subprocesses import in_subprocesses
+from meshwright.observe.ranks import in_subprocesses
 from meshwright.parallel import make_mesh
 from meshwright.parallel.groups.group import Counts
 from meshwright.planner.cost.stack import TUNING_BYTES
@@ -37,6 +40,96 @@ from meshwright.spec.rules.compilation import compiles_blocks, is_lowered
 from meshwright.spec.weights.boxes import Box, StateStorage
 from meshwright.store.saver import Piece, piece
 from meshwright.training.device import resident_peak_bytes
+
+FP32_BYTES = 4
+ROWS = 128
+"""Multiple to which the flash kernel rounds the rows of queries."""
+BLOCK = 64
+"""Multiple to which the memory-efficient kernel rounds."""
+MOST_LISTED_RANKS = 64
+"""Most ranks whose lists are made. More take minutes, and then every rank has nearly an even share."""
+_log = logging.getLogger("meshwright")
+
+
+def workspace_bytes(operation: Any, args: tuple[Any, ...]) -> int:
+    """Return the bytes that a GPU takes inside `operation` beyond its outputs. 0 = nothing known."""
+    rule = WORKSPACES.get(operation)
+    return rule(*args[1:]) if rule else 0
+
+
+def cpu_workspace_bytes(operation: Any, args: tuple[Any, ...]) -> int:
+    """Return the bytes that a CPU takes inside `operation`; its ranks communicate by Gloo."""
+    rule = CPU_WORKSPACES.get(operation)
+    return rule(*args) if rule else 0
+
+
+def _gather(whole: Tensor, *_: Any) -> int:
+    """Return the buffer of Gloo's gathers and scatters: the whole tensor (torch 2.13, ProcessGroupGloo.cpp)."""
+    return whole.nbytes
+
+
+def _scatter(part: Tensor, whole: Tensor, *_: Any) -> int:
+    return whole.nbytes
+
+
+def _add(total: Tensor, other: Any, *_: Any) -> int:
+    """Return the copies that an in-place addition of two dtypes makes: the narrower one is widened whole."""
+    if not isinstance(other, Tensor) or other.dim() == 0 or other.dtype == total.dtype:
+        return 0
+    wide = torch.promote_types(total.dtype, other.dtype)
+    return sum(tensor.numel() * wide.itemsize for tensor in (total, other) if tensor.dtype != wide)
+
+
+def _flash_backward(q: Tensor, k: Tensor, *_: Any) -> int:
+    """Return the workspace of q (B, H, S, E) and k (B, K, T, E).
+
+    It holds the gradient of q and one number per row in fp32. Where heads share keys it also holds gradients of keys
+    and values for each head, which are summed afterwards.
+    """
+    batch, heads, rows, dim = q.shape
+    rounded = batch * heads * _round_up(rows, ROWS)
+    sums = rounded * (_round_up(dim, 32 if dim <= 128 else 64) + 1) * FP32_BYTES
+    # Heads that share keys compute gradients of keys and values of their own, which are added afterwards.
+    apart = k.shape[1] != heads
+    return sums + apart * 2 * batch * k.shape[2] * heads * dim * q.element_size()
+
+
+def _varlen_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, borders: Tensor | None, *_: Any
+) -> int:  # fmt: skip
+    """Return the workspace of q (T, H, E) and k (T, K, E) of documents that begin at `borders` (N + 1,).
+
+    Each document is rounded. Without borders: q (B, S, H, E), k (B, T, K, E).
+    """
+    if borders is None:
+        return _flash_backward(q.transpose(1, 2), k.transpose(1, 2))
+    total, heads, dim = q.shape
+    rounded = heads * (total + ROWS * (len(borders) - 1))
+    sums = rounded * (_round_up(dim, 32 if dim <= 128 else 64) + 1) * FP32_BYTES
+    return sums + (k.shape[1] != heads) * 2 * len(k) * heads * dim * q.element_size()
+
+
+def _efficient_backward(q: Tensor, k: Tensor, *_: Any) -> int:
+    """Return the workspace of q (B, H, S, E): its fp32 gradient if it has 16 bits, and one number per row."""
+    batch, heads, rows, dim = q.shape
+    sums = _round_up(rows, BLOCK) * _round_up(dim, BLOCK) if q.element_size() < FP32_BYTES else 0
+    return batch * heads * (sums + rows) * FP32_BYTES
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+WORKSPACES = {
+    compat.attention_backward("flash"): _flash_backward,
+    compat.attention_backward("efficient"): _efficient_backward,
+    compat.varlen_backward(): _varlen_backward,
+}
+CPU_WORKSPACES: dict[Any, Callable[..., int]] = {
+    compat.GATHER: _gather,
+    compat.SCATTER: _scatter,
+    torch.ops.aten.add_.Tensor: _add,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +168,12 @@ class DryRun:
         """Return (axis, collective) -> calls and bytes that a rank sends in a whole step."""
         seen = next(watched for watched in self.ranks if watched.rank == rank)
         layout, batch = self.plan.layout, self.plan.recipe.global_batch
+        # Some traffic is per step and some per micro-batch: two steps of unequal size tell them apart.
         first, second = seen.sent
-        counts, whole = self.run[rank], layout.micro_batches(batch)
+        counts, micro_batches = self.run[rank], layout.micro_batches(batch)
         totals = {}
         for key in second:
-            calls = [extrapolate_step(first.get(key, (0, 0))[n], second[key][n], counts, whole) for n in (0, 1)]
+            calls = [extrapolate_step(first.get(key, (0, 0))[n], second[key][n], counts, micro_batches) for n in (0, 1)]
             totals[key] = calls[0], calls[1]
         return totals
 
@@ -162,6 +256,7 @@ def watch_rank(plan: Plan, rank: int, device: str, load: float, counts: Sequence
 def _watch_timed(
     plan: Plan, rank: int, device: str, load: float, counts: tuple[int, int]
 ) -> tuple[WatchedRank, DryRunCost]:
+    # Nothing is computed, so threads would only get in each other's way.
     torch.set_num_threads(1)
     watched = watch_rank(plan, rank, device, load, counts)
     return watched, DryRunCost(seconds=time.process_time(), resident_bytes=resident_peak_bytes())
@@ -178,16 +273,12 @@ def _notes(plan: Plan, *, ramped: bool) -> list[str]:
     return notes
 
 
-MOST = 64
-"""Most ranks whose lists are made. More take minutes, and then every rank has nearly an even share."""
-
-
 def assigned_of(plan: Plan, rank: int, tensors: Mapping[str, Tensor]) -> set[str] | None:
     """Return the names of tensors that this rank writes among the ranks of its pipeline stage.
 
     Of identical pieces one rank writes each. torch assigns them over all ranks' lists, which exist only where ranks are
     real. The others' lists are made from their boxes (spec/memory/held.py), and torch's own planner assigns. The answer
-    equals store.checkpoint.assigned. None = the stage has more than MOST ranks.
+    equals store.checkpoint.assigned. None = the stage has more than MOST_LISTED_RANKS ranks.
 
     Args:
         tensors: Tensors that this rank offers. Others of the stage offer the same names.
@@ -195,7 +286,8 @@ def assigned_of(plan: Plan, rank: int, tensors: Mapping[str, Tensor]) -> set[str
     layout = plan.layout
     stage = place_of(layout, rank)["pp"]
     number = layout.world // layout.pp
-    if number > MOST:
+    # The caller then counts an even share, which so many ranks nearly have.
+    if number > MOST_LISTED_RANKS:
         return None
     planners = [DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False) for _ in range(number)]
     lists = []
@@ -232,9 +324,6 @@ def _box_of(name: str, theirs: Mapping[str, HeldParameter], storage: StateStorag
     return storage.format_of(held.parameter).box(state, held.owned_box) if held else None
 
 
-_log = logging.getLogger("meshwright")
-
-
 class LoweredBlocks:
     """Compiled blocks in a dry run: the code that torch.compile writes for a GPU, on tensors without values.
 
@@ -258,7 +347,8 @@ class LoweredBlocks:
             try:
                 with compat.real_tensors(), self.fake:
                     return code(*arguments)
-            except Exception as error:  # compilers fail in many ways, and a run then does not end before it begins
+            # Compilers fail in many ways. A run whose dry run is less exact is better than one that does not begin.
+            except Exception as error:
                 self.is_beyond = True
                 _log.warning(
                     "meshwright: note: a dry run cannot lower these blocks and counts them uncompiled (%s)",

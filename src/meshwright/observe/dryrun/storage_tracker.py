@@ -34,6 +34,8 @@ ROUNDING_BYTES = {"cuda": 512, "cpu": 1}
 """Allocation granularity: CUDA's caching allocator gives multiples of 512 bytes."""
 DEEPEST = 60
 """Most frames that are searched for the line that made a tensor."""
+Within = Callable[[Any, tuple[Any, ...]], int]
+"""(operation, its arguments) -> bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,10 +71,6 @@ class ProgramPhase:
     """Number of its first event."""
 
 
-Within = Callable[[Any, tuple[Any, ...]], int]
-"""(operation, its arguments) -> bytes."""
-
-
 class StorageWatch(compat.DispatchMode):
     """Dispatch mode that follows storages while it is entered.
 
@@ -90,6 +88,7 @@ class StorageWatch(compat.DispatchMode):
         self.records: list[StorageRecord] = []
         self.phases: list[ProgramPhase] = [ProgramPhase("start", 0)]
         self.module = ""
+        # Millions of events: arrays take 8 bytes each, where a list of tuples would take a hundred.
         self._event_record = array("q")
         self._event_bytes = array("q")
         self._known: dict[int, tuple[weakref.ref[Any], StorageRecord]] = {}
@@ -103,11 +102,13 @@ class StorageWatch(compat.DispatchMode):
 
     def look(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and follow its outputs."""
-        if operation is DEVICE and hasattr(args[0], "fake_device"):  # half of all calls, and slow the usual way
+        # Asking a fake tensor for its device is half of all calls, and slow the usual way.
+        if operation is DEVICE and hasattr(args[0], "fake_device"):
             return args[0].fake_device
         for kind in types:
+            # A wrapper runs operations on the tensor that it holds, and these come by here.
             if issubclass(kind, WRAPPERS):
-                return NotImplemented  # its own operations on what it holds come by here
+                return NotImplemented
         out = self.call(operation, args, kwargs or {})
         if type(out) is tuple or type(out) is list:
             for tensor in out:
@@ -130,10 +131,11 @@ class StorageWatch(compat.DispatchMode):
         except NotImplementedError:
             return None  # without memory of its own
         key = compat.storage_key(storage)
-        known = self._known.get(key)
+        earlier = self._known.get(key)
         size = self._round(storage.nbytes())
-        if known is not None and known[0]() is not None:
-            record = known[1]
+        # A key is an address, which another storage may have got since: the weak reference tells.
+        if earlier is not None and earlier[0]() is not None:
+            record = earlier[1]
             if size != record.size_bytes and record.purpose != "host":
                 self._change_size(record, size)
             return record
@@ -143,9 +145,9 @@ class StorageWatch(compat.DispatchMode):
 
     def resized(self, storage: Any) -> None:
         """Record that a storage was resized in place."""
-        known = self._known.get(compat.storage_key(storage))
-        if known is not None:
-            self._change_size(known[1], self._round(storage.nbytes()))
+        earlier = self._known.get(compat.storage_key(storage))
+        if earlier is not None:
+            self._change_size(earlier[1], self._round(storage.nbytes()))
 
     def enter(self, name: str) -> None:
         """Start a phase."""
@@ -184,6 +186,7 @@ class StorageWatch(compat.DispatchMode):
 
     def _record_workspace(self, operation: Any, size: int) -> None:
         """Record memory inside the operation that has just ended."""
+        # It appears after the outputs, since it exists beside them, and dies with the next event.
         record = self._add_record((size,), torch.uint8, self._round(size), operation)
         record.died, record.death_phase = len(self._event_record), record.phase
         self._add_event(record, -record.size_bytes)
@@ -224,6 +227,7 @@ def _maker_of(frame: FrameType | None) -> tuple[str, str]:
         if frame is None:
             break
         name = frame.f_globals.get("__name__", "")
+        # Lines of the observers are on every stack, and never made a tensor of the program.
         if name.startswith(PACKAGE) and not name.startswith(OBSERVERS):
             here = f"{_file(name)}:{frame.f_lineno} {frame.f_code.co_qualname}"
             return here, outer or PACKAGE

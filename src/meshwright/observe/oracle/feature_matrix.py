@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 import torch
 
-from meshwright.observe.oracle.feature_names import ALL, FEATURES, LARGEST_WORLD
+from meshwright.observe.oracle.features import ALL, FEATURES, LARGEST_WORLD, shrink
 from meshwright.observe.oracle.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.tiny_models import shrink
 from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.layout import Layout
@@ -36,6 +35,11 @@ COMPILED_ALONE = (
 """Compiled cases of one rank, as real runs train."""
 PLAIN = Layout(compile="off", kernels="reference")
 """Layout with which one rank is compared: plain code on the same device."""
+CASE_KEYS: Mapping[str, Any] = {
+    "packed": False, "precision": "fp32", "products": "same", "optimizer": "adamw", "optimizer_states": "fp32",
+    "master_weights": "fp32",
+}  # fmt: skip
+"""Settings of a feature that belong to the case, not to the layout, with their defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,7 @@ class Trial:
     def case(self) -> Case:
         """The training case."""
         routed = self.layout.ep > 1 or (self.layout.pp > 1 and self.precision == "fp32")
+        # In 16 bits a near tie between experts would send a token elsewhere, which is no error.
         base = DENSE if not routed else CASE if self.precision == "fp32" else EVERY_EXPERT
         shape = base.shape if self.products == "same" else replace(base.shape, **NARROW)  # type: ignore[arg-type]  # all of NARROW are sizes
         return replace(
@@ -66,13 +71,6 @@ class Trial:
     def title(self) -> str:
         """Its features in the order of the table."""
         return ", ".join(name for name in ALL if name in self.features) or "one device"
-
-
-CASE_KEYS: Mapping[str, Any] = {
-    "packed": False, "precision": "fp32", "products": "same", "optimizer": "adamw", "optimizer_states": "fp32",
-    "master_weights": "fp32",
-}  # fmt: skip
-"""Settings of a feature that belong to the case, not to the layout, with their defaults."""
 
 
 def merge_settings(names: Sequence[str]) -> dict[str, Any] | None:
@@ -91,6 +89,7 @@ def trial(names: Sequence[str]) -> Trial | str | None:
     if settings is None:
         return None
     case = {key: settings.pop(key, default) for key, default in CASE_KEYS.items()}
+    # Experts are spread over ranks that an axis of the layout has already.
     if settings.get("ep", 1) > 1 and not {"dp_shard", "cp", "tp"} & settings.keys():
         settings["dp_shard"] = 2
     if settings.get("dp_shard", 1) * settings.get("cp", 1) == 1:
@@ -130,14 +129,17 @@ def trials(names: Sequence[str] = tuple(FEATURES)) -> tuple[list[Trial], dict[fr
             refused[frozenset(pair)] = answer
         elif answer is not None:
             wanted[frozenset(pair)] = answer
-    chosen = {tried.title: tried for tried in map(trial, ([name] for name in names)) if isinstance(tried, Trial)}
-    covered = {pair for tried in chosen.values() for pair in _pairs(tried)}
+    trials_by_title = {
+        tried.title: tried for tried in map(trial, ([name] for name in names)) if isinstance(tried, Trial)
+    }
+    covered = {pair for tried in trials_by_title.values() for pair in _pairs(tried)}
+    # Rounded pairs come last: their bands are wide, so exact layouts should cover the other pairs first.
     for names_of_pair, tried in sorted(wanted.items(), key=lambda item: not item[0].isdisjoint(ROUNDED)):
         if names_of_pair not in covered:
             richer = _add_features(tried, covered, exact)
-            chosen[richer.title] = richer
+            trials_by_title[richer.title] = richer
             covered |= set(_pairs(richer))
-    return list(chosen.values()), refused
+    return list(trials_by_title.values()), refused
 
 
 def trials_of_one_rank(*, every_compiled: bool = False) -> tuple[list[Trial], dict[frozenset[str], str]]:
@@ -147,10 +149,10 @@ def trials_of_one_rank(*, every_compiled: bool = False) -> tuple[list[Trial], di
     every compiled pair.
     """
     names = [name for name in ALL if isinstance(tried := trial([name]), Trial) and tried.layout.world == 1]
-    chosen, refused = trials([name for name in names if every_compiled or name != "compiled"])
+    selected, refused = trials([name for name in names if every_compiled or name != "compiled"])
     if not every_compiled:
-        chosen += [tried for tried in map(trial, COMPILED_ALONE) if isinstance(tried, Trial)]
-    return sorted(chosen, key=lambda tried: tried.layout.compile == "on"), refused
+        selected += [tried for tried in map(trial, COMPILED_ALONE) if isinstance(tried, Trial)]
+    return sorted(selected, key=lambda tried: tried.layout.compile == "on"), refused
 
 
 def _add_features(tried: Trial, covered: set[frozenset[str]], names: Sequence[str]) -> Trial:
@@ -186,11 +188,13 @@ def outcomes(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Tri
         for start in range(0, len(same_world), at_once):
             part = same_world[start : start + at_once]
             cases = [(tried.case, tried.layout) for tried in part]
-            if world == 1:  # without processes, so that each is reported as it ends
+            # One rank needs no processes, and each trial is then reported as it ends.
+            if world == 1:
                 together = [[from_arrays(rank_outcome)] for rank_outcome in outcomes_of(cases, device)]
             else:
                 together = run_on_ranks(world, cases, device, LIMIT_S)
             for tried, ranks in zip(part, together, strict=True):
+                # Many layouts train the same case, whose outcome on one device is computed once.
                 key = tried.case, beside
                 if key not in expected:
                     expected[key] = outcome(*key, device=device)
@@ -211,8 +215,9 @@ def outcomes_of(cases: Sequence[tuple[Case, Layout]], device: str) -> list[RankO
     collected = []
     for case, layout in cases:
         collected.append(to_arrays(outcome(case, layout, device=device, process_groups=process_groups)))
+        # torch keeps few compiled versions of a function, and falls back to plain code beyond them.
         if layout.compile == "on":
-            torch.compiler.reset()  # torch caches few versions of compiled code per function
+            torch.compiler.reset()
     return collected
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels.linear.linear import SAME
+from meshwright.kernels.loss.linear_divergence import Divergence
 from meshwright.model.feed_forward import Router
 from meshwright.model.init import fill_initial, width_deviation
-from meshwright.observe.oracle.drawn_teacher import DrawnTeacher, case_objective
-from meshwright.parallel import Engine, build_engine, make_mesh
+from meshwright.parallel import Engine, Mesh, build_engine, make_mesh
 from meshwright.parallel.apply import round_weights
 from meshwright.parallel.axes.data import local
 from meshwright.parallel.groups.mesh import ProcessGroups
@@ -25,13 +25,90 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.memory.held import shards_are_masters
 from meshwright.spec.model.quantization_schemes import SCHEMES
-from meshwright.spec.model.shape import ModelShape, MoEShape
+from meshwright.spec.model.shape import NO_TARGETS, SAME_BASE, LoRAShape, ModelShape, MoEShape
 from meshwright.spec.recipe.recipe import CROSS_ENTROPY, DISTILL, NO_SCHEME, Recipe
+from meshwright.spec.rules.objectives import teacher_layout
 from meshwright.spec.weights.boxes import Box
+from meshwright.training.objectives.objectives import Distillation
+from meshwright.training.objectives.teacher import lay_out, place_beside
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.optimizer.precision import DTYPES, LossScaler
 from meshwright.training.step.batches import Batch, Share, select, split, to_device
-from meshwright.training.step.step import train_step
+from meshwright.training.step.step import CROSS_ENTROPY as TEXT_OBJECTIVE
+from meshwright.training.step.step import Objective, train_step
+
+SHARP = 6.0
+"""Gain of the last norm. Random weights predict almost evenly, so their divergence would consist of rounding."""
+RECIPE = Recipe(epsilon=1e-3)
+"""Epsilon is above the rounding of a gradient: where the true one is 0 (biases of keys), Adam would step by noise."""
+SCALE, OVERFLOWING_SCALE = 2.0**8, 2.0**30
+"""Loss scales at which no gradient of a tiny model overflows in fp16, and at which each does."""
+GROWTH_STEPS = 2
+"""Good steps after which the loss scale doubles: few, so that a case of two steps has such a step."""
+ZERO = 1e-3
+"""Largest element, as a share of the gradient norm, below which a tensor is compared with that share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnTeacher:
+    """Sizes of a teacher, else equal to its student; beta, temperature and hard as in recipe.distillation_*."""
+
+    layers: int = 2
+    hidden: int = 24
+    ffn: int = 40
+    dense: bool = False
+    """True if it has no experts although its student has."""
+    filled: int = 0
+    """Rows of padding in its vocabulary."""
+    beta: float = 0.0
+    temperature: float = 1.0
+    hard: float = 0.0
+    base: str = SAME_BASE
+    """Same as teacher.lora.base: codes of its matrices."""
+
+    def shape(self, student: ModelShape) -> ModelShape:
+        """Return the teacher's shape. Raises PlanError when sizes contradict each other."""
+        moe = None if self.dense or student.moe is None else student.moe
+        codes = None if self.base == SAME_BASE else LoRAShape(rank=1, targets=NO_TARGETS, base=self.base)
+        return replace(
+            student, name="teacher", layers=self.layers, hidden=self.hidden, ffn=self.ffn, lora=codes,
+            vocab=student.vocab + self.filled, window_from_layer=min(student.window_from_layer, self.layers),
+            moe=moe and replace(moe, first_dense=min(moe.first_dense, self.layers)),
+        )  # fmt: skip
+
+    @property
+    def form(self) -> Divergence:
+        """The loss."""
+        return Divergence(beta=self.beta, temperature=self.temperature, hard=self.hard)
+
+    def objective(
+        self, student: ModelShape, layout: Layout, mesh: Mesh, device: torch.device, dtype: torch.dtype, seed: int
+    ) -> tuple[Distillation, Engine]:  # fmt: skip
+        """Return the distillation that a case minimizes, and its teacher, initialized on this rank."""
+        shape = self.shape(student)
+        engine = lay_out(shape, teacher_layout(layout, shape), mesh, device, dtype, seed=seed)
+        sharpen(engine)
+        shared = student.vocab if self.filled else 0
+        return Distillation(form=self.form, teacher=place_beside(engine, shared), shared=shared), engine
+
+
+def case_objective(
+    teacher: DrawnTeacher | None, student: ModelShape, layout: Layout, mesh: Mesh, device: torch.device,
+    dtype: torch.dtype, seed: int,
+) -> tuple[Objective, tuple[nn.Module, ...]]:  # fmt: skip
+    """Return the objective of a case, and this rank's stages of its teacher."""
+    if teacher is None:
+        return TEXT_OBJECTIVE, ()
+    objective, engine = teacher.objective(student, layout, mesh, device, dtype, seed + 1)
+    return objective, engine.stages
+
+
+@torch.no_grad()
+def sharpen(engine: Engine) -> None:
+    """Make the distributions of random weights distinct."""
+    for name, parameter in engine.parameters.items():
+        if name == "norm.weight":
+            local(parameter).mul_(SHARP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,19 +153,6 @@ class RecordingOptimizer(Optimizer):
         gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
         self.gradients = [*getattr(self, "gradients", []), {n: local(g).clone() for n, g in gradients.items()}]
         super().step(rate, **options)
-
-
-RECIPE = Recipe(epsilon=1e-3)
-"""Epsilon is above the rounding of a gradient: where the true one is 0 (biases of keys), Adam would step by noise."""
-
-
-SCALE, OVERFLOWING_SCALE = 2.0**8, 2.0**30
-"""Loss scales at which no gradient of a tiny model overflows in fp16, and at which each does."""
-GROWTH_STEPS = 2
-"""Good steps after which the loss scale doubles: few, so that a case of two steps has such a step."""
-
-ZERO = 1e-3
-"""Largest element, as a share of the gradient norm, below which a tensor is compared with that share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +259,7 @@ def case_batch(case: Case, step: int) -> Batch:
     size = (sequences, case.sequence)
     tokens = torch.randint(0, case.shape.vocab, size, generator=generator)
     targets = torch.randint(0, case.shape.vocab, size, generator=generator)
+    # Unequal numbers of targets: a mean over ranks' means would be wrong, and must be noticed.
     targets[torch.rand(size, generator=generator) < torch.rand(sequences, 1, generator=generator)] = -100
     rows = [row for row in range(sequences) if row not in case.empty]
     if step == case.overflow:
@@ -204,7 +269,8 @@ def case_batch(case: Case, step: int) -> Batch:
     if case.last_target:
         targets[:, case.last_target :] = -100
     if not (targets >= 0).any():
-        targets[rows[0] if rows else 0, 0] = 0  # the loss of a step is a mean over its targets
+        # The loss of a step is a mean over its targets, so there must be one.
+        targets[rows[0] if rows else 0, 0] = 0
     documents = positions = None
     if case.packed:
         starts = torch.rand(size, generator=generator) < 0.2
@@ -238,9 +304,8 @@ def outcome(
     objective, beside = case_objective(
         case.teacher, case.shape, layout, mesh, torch.device(device), DTYPES[case.precision], case.seed
     )
-    margins = watch_margins(
-        (*engine.stages, *beside) if layout.compile == "off" else ()
-    )  # a hook would cut compiled graphs
+    # A hook would cut compiled graphs.
+    margins = watch_margins((*engine.stages, *beside) if layout.compile == "off" else ())
     optimizer = RecordingOptimizer.for_engine(engine, case.recipe)
     share = Share(index=mesh.reader, parts=layout.dp, columns=engine.columns(case.sequence))
     scaler = LossScaler(torch.device(device), growth_interval=GROWTH_STEPS) if case.precision == "fp16" else None
@@ -269,10 +334,12 @@ def outcome(
             numbers["balance"].append(train_result.balance.item())
         boxes = engine.local_boxes()
         skipped.append(bool(train_result.skipped.item()))
+        # Gradients of a skipped step are infinite or NaN, and equal nothing.
         if not skipped[-1]:
             for name, gradient in optimizer.gradients[-1].items():
                 tensors[f"step {step} gradient of {name}"] = (boxes[name], gradient.float().cpu() / scale)
         for name, parameter in engine.parameters.items():
+            # Masters are rounded to the dtype of the weights, which is what ranks compute with.
             weight = local(parameter.detach()).to(DTYPES[case.precision])
             tensors[f"step {step} weight {name}"] = (boxes[name], weight.float().clone().cpu())
     loss, norms, scales, balances = (tuple(values) for values in numbers.values())
@@ -291,21 +358,22 @@ def _set_scale(scaler: LossScaler | None, case: Case, step: int) -> float:
 
 def assemble(outcomes: Sequence[RankOutcome]) -> dict[str, Tensor]:
     """Return whole tensors by name. Raises AssertionError when copies on two ranks differ or a part is missing."""
-    whole: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     seen: dict[str, Tensor] = {}
     for rank_outcome in outcomes:
         for name, (box, tensor) in rank_outcome.tensors.items():
-            if name not in whole:
-                whole[name], seen[name] = torch.zeros(box.whole), torch.zeros(box.whole, dtype=torch.bool)
-            here, known = whole[name][box.slices], seen[name][box.slices]
-            if known.any() and not torch.allclose(here[known], tensor[known], rtol=1e-6, atol=1e-9):
+            if name not in tensors:
+                tensors[name], seen[name] = torch.zeros(box.whole), torch.zeros(box.whole, dtype=torch.bool)
+            here, filled = tensors[name][box.slices], seen[name][box.slices]
+            # Ranks that hold the same piece may have added its terms in another order.
+            if filled.any() and not torch.allclose(here[filled], tensor[filled], rtol=1e-6, atol=1e-9):
                 raise AssertionError(f"ranks hold different copies of {name}")
             here.copy_(tensor)
-            known.fill_(True)
+            filled.fill_(True)
     for name, complete in seen.items():
         if not complete.all():
             raise AssertionError(f"no rank holds all of {name}")
-    return whole
+    return tensors
 
 
 def first_difference(alone: RankOutcome, others: Sequence[RankOutcome], band: Band = BANDS["fp32"]) -> str | None:
@@ -330,13 +398,13 @@ def first_difference(alone: RankOutcome, others: Sequence[RankOutcome], band: Ba
             if a != b:
                 return f"step {step}: skipped is {b} on rank {index}, {a} on one device"
     try:
-        whole = assemble(others)
+        tensors = assemble(others)
     except AssertionError as error:
         return str(error)
     for name in alone.tensors:
-        if name not in whole:
+        if name not in tensors:
             return f"{name} is on no rank"
-        off = distance(name, alone, whole, band)
+        off = distance(name, alone, tensors, band)
         if not off <= (band.weight if begins_large(name) else band.gradient):
             return f"{name} differs by {off:.1e} of its {'length' if band.by_length else 'largest element'}"
     return None
@@ -371,7 +439,8 @@ def _decided_by_rounding(name: str, alone: RankOutcome, band: Band) -> Tensor:
     step, is_weight, parameter = name.removeprefix("step ").partition(" weight ")
     for number in range(1, int(step) + 1) if is_weight else ():
         key = f"step {number} gradient of {parameter}"
-        if key not in alone.tensors:  # a skipped step has none
+        # A skipped step has no gradients.
+        if key not in alone.tensors:
             continue
         gradient, norm = alone.tensors[key][1], alone.norms[number - 1]
         if isfinite(norm) and 0 < _largest(gradient) <= torch.finfo(torch.float32).eps * norm:
@@ -416,8 +485,8 @@ def margin(moe: MoEShape, scores: Tensor, experts: Tensor) -> float:
     the only step of a model that rounding can change by more than rounding.
     """
     scores = scores.detach()
-    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, experts, True)
-    allowed, margins = torch.ones_like(chosen), []
+    is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, experts, True)
+    allowed, margins = torch.ones_like(is_chosen), []
     if moe.top_groups < moe.groups:
         grouped = scores.view(len(scores), moe.groups, -1)
         strength = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
@@ -425,8 +494,8 @@ def margin(moe: MoEShape, scores: Tensor, experts: Tensor) -> float:
         margins.append(ranked.values[:, moe.top_groups - 1] - ranked.values[:, moe.top_groups])
         best = torch.zeros_like(strength, dtype=torch.bool).scatter_(1, ranked.indices[:, : moe.top_groups], True)
         allowed = best.repeat_interleave(grouped.shape[-1], dim=1)
-    accepted = scores.masked_fill(~chosen, float("inf")).amin(1)
-    rejected = scores.masked_fill(chosen | ~allowed, float("-inf")).amax(1)
+    accepted = scores.masked_fill(~is_chosen, float("inf")).amin(1)
+    rejected = scores.masked_fill(is_chosen | ~allowed, float("-inf")).amax(1)
     margins.append(accepted - rejected)
     return min(float(margin_of_tokens.min()) for margin_of_tokens in margins)
 

@@ -1,28 +1,104 @@
 """Memory over time by the allocator itself, independent of `observe.dryrun.storage_tracker`.
 
-On a CPU the source is torch's profiler (observe.profile.cpu_allocator), which also sees memory that operations take and
-return inside. On a GPU the sources are the caching allocator's statistics, read whenever a part of the program begins,
+On a CPU the source is torch's profiler, which also sees memory that operations take and return inside. It misses frees
+on other threads, such as Gloo's, which drop the last reference to sent tensors. An address that is allocated again was
+free before, so such frees are noticed then. The others make the figure too high, never too low.
+
+On a GPU the sources are the caching allocator's statistics, read whenever a part of the program begins,
 and its history of events for the curve between. Beside it stands the memory that the process (CPU: resident, libraries
 included) or the allocator (GPU) holds.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import time
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from time import time_ns
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from meshwright import compat
 from meshwright.observe.dryrun.storage_tracker import ROUNDING_BYTES
-from meshwright.observe.profile.cpu_allocator import watching
+from meshwright.observe.spans import Inner, replaced
 from meshwright.training.device import memory
 
+PAUSE_S = 0.001
+"""Pause after a wait for a collective, in which Gloo's thread drops its tensors."""
+Event = tuple[int, int, int]
+"""(ns, address, bytes; negative where memory is freed)."""
 POINTS = 1000
 """Most points of a curve. Each is the highest of its interval of time."""
 EVENTS = 500_000
 """Most events of a GPU's allocator that are kept; they take at most some 350 MB of host memory."""
+Point = tuple[int, int]
+"""(ns since 1970, bytes allocated then)."""
+CHANGES = {"alloc": (1, 1), "free_requested": (-1, 0), "free_completed": (0, -1)}
+"""Effect of an event on allocated and on active bytes."""
+
+
+@dataclass(slots=True)
+class AllocationRecorder:
+    """Allocations inside `watching`, to be read afterwards."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def totals(self) -> Iterator[tuple[int, int]]:
+        """Yield (ns, allocated bytes) after every event."""
+        return totals(self.events)
+
+
+@contextmanager
+def patient() -> Iterator[None]:
+    """Make waits for collectives pause briefly inside.
+
+    Gloo's threads then release sent tensors first. The last release happens on this thread, where the profiler sees it.
+    """
+
+    def wait(inner: Inner, *arguments: object) -> bool:
+        done: bool = inner(*arguments)
+        time.sleep(PAUSE_S)
+        return done
+
+    with replaced(dist.Work, "wait", wait):
+        yield
+
+
+@contextmanager
+def watching() -> Iterator[AllocationRecorder]:
+    """Record this process's allocations by torch's profiler inside."""
+    recorder = AllocationRecorder()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        yield recorder
+    recorder.events = sorted(compat.profiled_allocations(profiler))
+
+
+def totals(events: Iterable[Event]) -> Iterator[tuple[int, int]]:
+    """Yield (ns, bytes) after each event in order of time. Memory that overlaps a new allocation had been freed."""
+    held: dict[int, int] = {}
+    addresses: list[int] = []
+    total = 0
+
+    def end(address: int) -> int:
+        del addresses[bisect_right(addresses, address) - 1]
+        return held.pop(address)
+
+    for at, address, size in events:
+        if size < 0:
+            total -= end(address) if address in held else 0
+        else:
+            before = bisect_right(addresses, address) - 1
+            first = before if before >= 0 and addresses[before] + held[addresses[before]] > address else before + 1
+            while first < len(addresses) and addresses[first] < address + size:
+                total -= end(addresses[first])
+            insort(addresses, address)
+            held[address] = size
+            total += size
+        yield at, total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +159,7 @@ class HostAllocationRecorder:
 
     def account(self) -> AllocatorAccount:
         """Sum the events. A part begins with what the one before it left."""
+        # Both clocks count nanoseconds since 1970, so events can be assigned to parts afterwards.
         points = list(self.allocations.totals())
         highest, index, total = [0] * len(self.names), 0, 0
         for at, size in points:
@@ -115,6 +192,7 @@ class DeviceAllocationRecorder:
         self.history: History | None = None
 
     def __enter__(self) -> "DeviceAllocationRecorder":
+        # Segments of an earlier program would count as reserved by this one.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         self.started = time_ns()
@@ -179,10 +257,6 @@ def thin_curve(points: list[tuple[float, int]]) -> tuple[tuple[float, int], ...]
     return tuple(best.values())
 
 
-Point = tuple[int, int]
-"""(ns since 1970, bytes allocated then)."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
     """Events of one device in a snapshot."""
@@ -220,12 +294,9 @@ def read_history(snapshot: Mapping[str, Any], device: int, round_bytes: int) -> 
                 _free_in_split_segments(segment["blocks"]) for segment in _segments(snapshot, device)
             ),
         )
+    # The snapshot is no public interface. A profile without a curve is better than none.
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         return None
-
-
-CHANGES = {"alloc": (1, 1), "free_requested": (-1, 0), "free_completed": (0, -1)}
-"""Effect of an event on allocated and on active bytes."""
 
 
 def _segments(snapshot: Mapping[str, Any], device: int) -> Iterator[Mapping[str, Any]]:
@@ -234,6 +305,7 @@ def _segments(snapshot: Mapping[str, Any], device: int) -> Iterator[Mapping[str,
 
 def _levels(entries: list[Any], end_bytes: int, which: int, round_bytes: int) -> list[Point]:
     """Return (ns, bytes after it) of every event that changes the quantity, from its level at the end."""
+    # Events of several threads may be slightly out of order. A moment is never later than the one after it.
     level, latest, points = end_bytes, entries[-1]["time_us"] * 1000 if entries else 0, []
     for entry in reversed(entries):
         sign = CHANGES[entry["action"]][which]

@@ -8,11 +8,12 @@ Each rank builds and runs the program three times, since watching storages slows
     time      one step to warm up, then the steps that count, with clocks only; then one more under torch's profiler,
               for the time of each operation
 
-Tokens are drawn at random. `local_run.profile` starts the processes itself; `measure` is one rank's part in an existing
+Tokens are drawn at random. `profile` starts the processes on this machine; `measure` is one rank's part in an existing
 world.
 """
 
 import gc
+import os
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -30,11 +31,11 @@ from torch.profiler import profile as torch_profile
 from meshwright import compat
 from meshwright.observe.dryrun.rank_run import Watched, WatchedRank
 from meshwright.observe.dryrun.storage_tracker import ROUNDING_BYTES, StorageWatch
-from meshwright.observe.profile.allocator import AllocatorAccount, Stretch, recorder_of
+from meshwright.observe.profile.allocator import AllocatorAccount, Stretch, patient, recorder_of
 from meshwright.observe.profile.clock import Aligned, align, clock_of
-from meshwright.observe.profile.cpu_allocator import patient
 from meshwright.observe.profile.step_record import StepRecorder, TimedStep, covered_s
 from meshwright.observe.program import TrainingProgram
+from meshwright.observe.ranks import RankError, on_ranks
 from meshwright.observe.spans import Span, report_spans
 from meshwright.parallel import Mesh, make_mesh
 from meshwright.parallel.blocks.compiling import is_compiled
@@ -43,14 +44,24 @@ from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan
+from meshwright.spec.errors import DoesNotFit, PlanError, RunError
+from meshwright.spec.presets import device, device_names
 from meshwright.spec.rules.compilation import can_be_compiled
+from meshwright.spec.units import many
 from meshwright.spec.weights.inventory import token_flop
 from meshwright.training import device as devices
+from meshwright.training.device import pick_device
 from meshwright.training.fits import check_fits
 
 LISTED = 30
 COMMUNICATION = "nccl"
 """Lower-case name of NCCL's kernels."""
+FIRST = 4
+"""Steps whose memory is measured: the first may differ, the last ones are alike."""
+STEPS = 4
+PER_CORE = 8
+"""Processes per core that still make progress; more would only wait for each other."""
+LIMIT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +121,9 @@ def overlap(kernels: Sequence[tuple[str, float, float]]) -> GpuKernels:
     sent = [(start, end) for name, start, end in kernels if COMMUNICATION in name.lower()]
     rest = [(start, end) for name, start, end in kernels if COMMUNICATION not in name.lower()]
     compute, communication, either = covered_s(rest), covered_s(sent), covered_s([*rest, *sent])
-    whole = max((end for _, _, end in kernels), default=0.0) - min((start for _, start, _ in kernels), default=0.0)
+    span_s = max((end for _, _, end in kernels), default=0.0) - min((start for _, start, _ in kernels), default=0.0)
     return GpuKernels(
-        compute_s=compute, communication_s=communication, exposed_s=either - compute, idle_s=whole - either
+        compute_s=compute, communication_s=communication, exposed_s=either - compute, idle_s=span_s - either
     )
 
 
@@ -141,7 +152,8 @@ def memory_timeline(seen: WatchedRank, watch: StorageWatch, account: AllocatorAc
             continue
         part = next(parts, None)
         if part is None:
-            break  # what was given back since the watch was read
+            # Only memory that was given back since the watch was read.
+            break
         assert part.name == phase.name
         held = stretches[index] or Stretch(name=part.name, allocated_bytes=part.peak_bytes, reserved_bytes=0)
         peaks.append(TimelinePeak(step=step, kinds=part.kinds, **asdict(held)))
@@ -150,15 +162,11 @@ def memory_timeline(seen: WatchedRank, watch: StorageWatch, account: AllocatorAc
 
 def _stretches_by_phase(watch: StorageWatch, account: AllocatorAccount) -> list[Stretch | None]:
     """Return the allocator's figures of each phase of the watch, or None if the runs differed."""
+    # Both runs follow the same schedule, but nothing forces it, and figures of other parts would mislead.
     names = [phase.name for phase in watch.phases]
     if [stretch.name for stretch in account.stretches] == names:
         return list(account.stretches)
     return [None] * len(names)
-
-
-FIRST = 4
-"""Steps whose memory is measured: the first may differ, the last ones are alike."""
-STEPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,10 +268,10 @@ class Profile:
         if not peak:
             return None
         flop = token_flop(self.plan.model, self.plan.recipe.sequence, causal=causal)
-        each = (
+        flop_per_token = (
             flop.hardware(self.plan.layout.acting_recompute, self.plan.recomputed_share) if hardware else flop.training
         )
-        return each * self.tokens_per_s / self.plan.layout.world / peak
+        return flop_per_token * self.tokens_per_s / self.plan.layout.world / peak
 
 
 class _MeasuredProgram(TrainingProgram):
@@ -273,6 +281,7 @@ class _MeasuredProgram(TrainingProgram):
         """Build with initialized weights and tokens of the whole vocabulary."""
         self.initialize = True
         TrainingProgram.build(self)
+        # Ranks that read the same rows, such as those of one tp group, must draw the same tokens.
         places = self.mesh.places
         generator = torch.Generator(self.device).manual_seed(self.mesh.reader * self.plan.layout.cp + places["cp"])
         for batch in self.batches:
@@ -335,6 +344,7 @@ class _Rounds:
         plan, mesh = self.plan, self.mesh
         if layout is not None:
             plan, mesh = replace(plan, layout=layout), replace(mesh, layout=layout)
+        # The program of the round before must be gone: its memory would be in this one's peak.
         self.pulse.step = 0
         gc.collect()
         if self.device.type == "cuda":
@@ -379,6 +389,7 @@ class _Rounds:
         first = align(self.mesh.rank, self.mesh.layout.world)
         clock = clock_of(self.device)
         recorders = []
+        # Taken again before each step: what remains is the traffic of the last one.
         before = self.mesh.traffic.snapshot()
         for number in range(2, steps + 2):
             before = self.mesh.traffic.snapshot()
@@ -386,6 +397,7 @@ class _Rounds:
             with recorder.step():
                 self._step(program, number)
         sent = self.mesh.traffic.since(before)
+        # Clocks drift, so ranks align again after the steps: the line between both corrects moments in between.
         clock.settle()
         last = align(self.mesh.rank, self.mesh.layout.world)
         aligned = Aligned(first=first, last=last, device_residual_s=clock.residual_s)
@@ -409,3 +421,65 @@ def gather_profile(mine: RankProfile, plan: Plan) -> Profile | None:
     profiles: list[RankProfile] | None = [mine] * plan.layout.world if mine.rank == 0 else None
     dist.gather_object(mine, profiles, dst=0)
     return None if profiles is None else Profile(plan=plan, ranks=tuple(profiles))
+
+
+def profile(plan: Plan, *, steps: int = STEPS, progress: Callable[[str], None] | None = None) -> Profile:
+    """Measure a plan on processes of this machine: on its GPUs if it has some (one each), else on its cores.
+
+    Raises PlanError or IllegalLayout when it cannot run, or not here, DoesNotFit, and RunError when a process fails.
+    """
+    plan.check()
+    refuse_elsewhere(plan)
+    # Before processes start: a rank that the system kills for its memory leaves no message.
+    check_fits(plan, pick_device())
+    if plan.layout.world == 1:
+        return Profile(plan=plan, ranks=(measure(plan, steps=steps, progress=progress),))
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if progress is not None:
+        progress(f"{plan.layout.world} processes of this machine, each three times over")
+    try:
+        ranks = on_ranks(plan.layout.world, _measure_rank, plan, steps, limit_s=LIMIT_S, device=kind)
+    except RankError as error:
+        raise _short_error(error) from None
+    return Profile(plan=plan, ranks=tuple(ranks))
+
+
+def _measure_rank(plan: Plan, steps: int) -> RankProfile:
+    return measure(plan, steps=steps)
+
+
+def refuse_elsewhere(plan: Plan) -> None:
+    """Raise PlanError for a plan made for absent hardware, or with more ranks than this machine can run."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name, world = plan.cluster.device.name, plan.layout.world
+    meant = plan.cluster.device.memory_bytes and any(
+        name == device(preset).name for preset in device_names() if preset != "local"
+    )
+    if meant and not gpus:
+        raise PlanError(
+            f"this machine has no GPU, and the plan is for {many(plan.cluster.devices, 'device')} of the kind "
+            f"{name}: start it there with torchrun, or take meshwright dryrun, which needs none"
+        )
+    if gpus and world > gpus:
+        raise PlanError(
+            f"this machine has too few GPUs: the layout has {many(world, 'rank')}, and there are "
+            f"{many(gpus, 'GPU')}. Start it with torchrun on enough GPUs, or take meshwright dryrun, which "
+            "needs none"
+        )
+    cores = len(os.sched_getaffinity(0))
+    if not gpus and world > PER_CORE * cores:
+        raise PlanError(
+            f"this machine is too small: the layout has {many(world, 'rank')}, and {many(cores, 'core')} run "
+            f"at most {PER_CORE * cores} processes. Start it on more machines with torchrun, or take "
+            "meshwright dryrun"
+        )
+
+
+def _short_error(error: RankError) -> Exception:
+    # The traceback of another process came as text, and its last line says what happened.
+    head, _, rest = str(error).partition(":\n")
+    last = next((line for line in reversed(rest.splitlines()) if line.strip()), head).strip()
+    kind, _, words = last.partition(": ")
+    if kind.endswith("DoesNotFit") or "out of memory" in last.lower() or "can't allocate memory" in last:
+        return DoesNotFit(f"{head}: {words or last}")
+    return RunError(f"{head} failed: {words if '.errors.' in kind else last}")

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from meshwright.observe.profile.clock import Clock, Mark
-from meshwright.observe.profile.collective_times import CollectiveCall, CollectiveCalls, WaitSpan
+from meshwright.observe.profile.clock import Clock, CollectiveCall, CollectiveCalls, Mark, WaitSpan
 from meshwright.observe.shared_document import Ran
 from meshwright.observe.spans import Span, report_spans
 
@@ -65,8 +64,10 @@ class TimedStep:
             seconds[wait.part] += wait.end_s - wait.start_s
         for span in self.spans:
             seconds[OF_SPAN[span.name]] += span.end_s - span.start_s
+        # A wait inside a pass counts to its own part, and so must not count to the pass again.
         for span, wait in _inside(self.spans, self.waits):
             seconds[OF_SPAN[span.name]] -= wait.end_s - wait.start_s
+        # By difference, so that the parts add up to the step.
         seconds["other"] += self.seconds - sum(seconds.values())
         return seconds
 
@@ -110,8 +111,10 @@ def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
 
 def part_of(span: str, axis: str, collective: str, pipeline: bool) -> str:
     """Return the part to which a wait counts, by its span (empty = none) and its collective."""
+    # Waits in the optimizer belong to it, whatever they wait for: only passes are split by axis.
     if span in OF_SPAN and span not in PASSES:
         return OF_SPAN[span]
+    # Losses are summed once all stages are done, so early stages wait there for the last.
     if axis == "pp" or (axis == "losses" and pipeline):
         return "bubble"
     if axis in EXCHANGES:

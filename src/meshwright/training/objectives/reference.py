@@ -36,7 +36,7 @@ from meshwright.spec.plan.plan import RANDOM
 from meshwright.spec.recipe.recipe import most_answers
 from meshwright.spec.units import duration
 from meshwright.spec.user_cache import default_root
-from meshwright.store import checkpoint, commit
+from meshwright.store import checkpoint, checkpoint_folder
 from meshwright.store.durable import replace_file
 from meshwright.training.objectives.objectives import REFERENCE, TEXT, Task, answer_sums, objective_of
 from meshwright.training.step.batches import AnswerReader, Batch, Share, held_out_batches
@@ -77,7 +77,7 @@ def weights_of(plan: Plan, checkpoint_path: Path | None) -> str:
     Raises PlanError when the files are gone.
     """
     if checkpoint_path is not None:
-        return _hash((checkpoint_path / commit.NAME).read_bytes())
+        return _hash((checkpoint_path / checkpoint_folder.COMMIT).read_bytes())
     if plan.init == RANDOM:
         return _hash(RANDOM, plan.recipe.seed, _relevant_model(plan))
     files = sorted(Path(plan.init).glob("*.safetensors"))
@@ -118,7 +118,7 @@ def _file_hash(path: Path) -> str:
     index = default_root() / "index" / f"weights-{seen}.json"
     sha256 = read_json(index).get("sha256")
     if not isinstance(sha256, str):
-        sha256 = commit.record(path).sha256
+        sha256 = checkpoint_folder.record_file(path).sha256
         index.parent.mkdir(parents=True, exist_ok=True)
         write_json(index, {"sha256": sha256})
     return sha256

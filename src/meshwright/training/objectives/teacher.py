@@ -27,7 +27,7 @@ from meshwright.spec import Layout, ModelShape, Plan
 from meshwright.spec.errors import PlanError, argument
 from meshwright.spec.plan.plan import RANDOM
 from meshwright.spec.rules.objectives import teacher_layout
-from meshwright.store.commit import NAME
+from meshwright.store.checkpoint_folder import COMMIT
 from meshwright.store.model_weights import BaseFolder, final_weights, locate, open_weights
 from meshwright.store.run_folder import RunFolder
 from meshwright.training.objectives.objectives import Distillation, divergence_of
@@ -84,7 +84,7 @@ class TeacherFolder:
         if self.hub is not None:
             return self.hub.fingerprint()
         _, checkpoint_path = locate(self.path)
-        return digest([(checkpoint_path / NAME).read_text(encoding="utf-8")])
+        return digest([(checkpoint_path / COMMIT).read_text(encoding="utf-8")])
 
 
 def open_teacher(path: Path) -> TeacherFolder:

@@ -103,14 +103,14 @@ class Muon:
     def _gather(self, exchange: ExchangeRound, updates: Mapping[str, MatrixUpdate]) -> dict[Size, Tensor]:
         """Return the owned matrices of a round by size, (number, rows, columns) each."""
         pieces, slots = self._receive_pieces(exchange, updates), _slots(exchange)
-        whole = {
+        matrices = {
             size: torch.empty(sum(size == other for other, _ in slots), *size, dtype=self.dtype, device=self.device)
             for size in dict.fromkeys(size for size, _ in slots)
         }
         for part, rows in _split_flat(exchange.gathered, pieces):
             size, slot = slots[part.owned]
-            whole[size][slot][part.piece.slices].copy_(rows)
-        return whole
+            matrices[size][slot][part.piece.slices].copy_(rows)
+        return matrices
 
     def _receive_pieces(self, exchange: ExchangeRound, updates: Mapping[str, MatrixUpdate]) -> Tensor:
         """Return the pieces of the owned matrices, flat, ordered by sender."""

@@ -15,6 +15,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Weights and gradients. Below fp32 the optimizer keeps fp32 masters: 2 + 2 + 4 + 4 + 4 bytes per parameter."""
 SMALLEST_LOSS_SCALE = 1.0
 """fp16: below this scale an overflowing gradient is not the scale's fault."""
+HISTORY_STEPS = 50
+"""Finite steps that the mean needs before it judges. Afterwards it averages over about as many."""
+REASONS = (None, "overflow", "non-finite", "spike")
+"""Why a step was skipped, by number. overflow: in fp16, while the loss scale can still be halved."""
 
 
 def reduce_dtype(recipe: Recipe) -> torch.dtype:
@@ -43,6 +47,7 @@ class LossScaler:
 
     def update(self, overflow: Tensor) -> None:
         """Adapt the scale after a step. `overflow` is a bool tensor ()."""
+        # In tensors throughout: an `if` would wait for the device in every step.
         good = torch.where(overflow, 0, self.good_steps + 1)
         grows = good >= self.growth_interval
         factor = torch.where(overflow, 0.5, torch.where(grows, 2.0, 1.0))
@@ -52,12 +57,6 @@ class LossScaler:
     def tensors(self) -> dict[str, Tensor]:
         """Return the state by name."""
         return {"scale": self.scale, "good_steps": self.good_steps}
-
-
-HISTORY_STEPS = 50
-"""Finite steps that the mean needs before it judges. Afterwards it averages over about as many."""
-REASONS = (None, "overflow", "non-finite", "spike")
-"""Why a step was skipped, by number. overflow: in fp16, while the loss scale can still be halved."""
 
 
 class StepSkipper:
@@ -82,16 +81,19 @@ class StepSkipper:
         if spike_factor:
             limit = torch.where(measured >= HISTORY_STEPS, spike_factor * mean, limit)
         spike = finite & (norm > limit)
+        # An infinite loss is not the scale's fault: it comes out of the forward pass, before the scale.
         overflow = torch.zeros_like(finite)
         if may_overflow is not None:
             overflow = torch.isfinite(loss) & ~torch.isfinite(norm) & may_overflow
         # A number of REASONS: 0 = the step counts.
         reason = torch.where(finite, 3.0 * spike, torch.where(overflow, 1.0, 2.0))
+        # A spike enters the mean no larger than its limit, so a norm that stays higher is soon accepted.
         moved = mean + (torch.minimum(norm, limit) - mean) / (measured + 1).clamp(max=HISTORY_STEPS)
         self.state = torch.stack(
             (
                 torch.where(finite, moved, mean),
                 (measured + finite).clamp(max=HISTORY_STEPS),
+                # Overflows of fp16 are part of a healthy run, and do not count as bad steps in a row.
                 torch.where(finite, 0.0, torch.where(overflow, in_a_row, in_a_row + 1)),
                 skipped + (reason > 0),
             )

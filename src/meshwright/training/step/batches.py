@@ -412,6 +412,6 @@ def _power(number: int) -> int:
 
 
 def _tensors(batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    named = {"tokens": batch.tokens, "targets": batch.targets, "documents": batch.documents,
+    tensors = {"tokens": batch.tokens, "targets": batch.targets, "documents": batch.documents,
              "positions": batch.positions, **batch.more}  # fmt: skip
-    return ((name, tensor) for name, tensor in named.items() if tensor is not None)
+    return ((name, tensor) for name, tensor in tensors.items() if tensor is not None)

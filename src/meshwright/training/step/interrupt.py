@@ -17,6 +17,8 @@ STDERR = 2
 ENDING = b"""
 meshwright: the run ends after this step and saves it; Ctrl-C again ends at once, and only checkpoints stay
 """
+SIGNALS = ("SIGINT", "SIGTERM")
+"""Signals that may end a run. Of two the first is named."""
 
 
 class Interrupt:
@@ -49,16 +51,14 @@ class Interrupt:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.speaks and number == signal.SIGINT and not self._presses:
-            os.write(STDERR, ENDING)  # print may stand in the middle of another one
+            # A handler may run in the middle of a print, whose lock it would then wait for.
+            os.write(STDERR, ENDING)
         self.requested = self.requested or signal.Signals(number).name
         if number == signal.SIGINT:
             self._presses.append(time.monotonic())
+            # A launcher forwards the Ctrl-C that this process got from the terminal too: an echo is no second wish.
             if len(self._presses) > 1 and self._presses[-1] - self._presses[0] >= self.echo_s:
                 raise KeyboardInterrupt
-
-
-SIGNALS = ("SIGINT", "SIGTERM")
-"""Signals that may end a run. Of two the first is named."""
 
 
 class StopAgreement:
@@ -96,6 +96,7 @@ class StopAgreement:
             failed = bool(flags[0])
         if failed:
             self.saver.give_up()
-        if asked is not None:  # a signal that came meanwhile is left for the next step
+        # A signal that came meanwhile on this rank is left for the next step, when all ranks know of it.
+        if asked is not None:
             self.agreed = self.stop.requested = asked
         return asked is not None

@@ -255,8 +255,8 @@ def take_weights(state: TrainState, plan: Plan) -> None:
             take_codes(coded[name], tensor)
             return
         if name in coded:
-            whole = tensor.to(coded[name].device)
-            take_codes(coded[name], quantize_matrix(name, whole, coded[name].scheme))
+            tensor_here = tensor.to(coded[name].device)
+            take_codes(coded[name], quantize_matrix(name, tensor_here, coded[name].scheme))
             return
         destination = destinations.get(f"model.{name}")
         if isinstance(destination, Piece):
@@ -358,5 +358,5 @@ def is_same_tokenizer(tokenizer: str, tokenizer_path: Path) -> bool:
         return True
     if tokenizer.startswith("bpe:"):
         return False
-    chosen = builtin[tokenizer]() if tokenizer in builtin else Tokenizer.load(Path(tokenizer).expanduser())
-    return chosen.fingerprint == Tokenizer.load(tokenizer_path).fingerprint
+    plan_tokenizer = builtin[tokenizer]() if tokenizer in builtin else Tokenizer.load(Path(tokenizer).expanduser())
+    return plan_tokenizer.fingerprint == Tokenizer.load(tokenizer_path).fingerprint

@@ -17,6 +17,8 @@ from meshwright.spec import Plan
 from meshwright.spec.extras import require
 from meshwright.store.durable import replace_file
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
@@ -226,9 +228,6 @@ class Watcher(Protocol):
         return
 
 
-log = logging.getLogger(__name__)
-
-
 class Forgiving:
     """A watcher whose failures after the start do not end a long run. After a failure it is not called again."""
 
@@ -260,7 +259,8 @@ class Forgiving:
             return
         try:
             call()
-        except Exception as error:  # a service may raise anything
+        # A service may raise anything, and a run of days must not end for a lost connection.
+        except Exception as error:
             self.failed = True
             log.warning(
                 "%s failed and gets no more records; training continues: %r", type(self.watcher).__name__, error

@@ -10,12 +10,10 @@ from typing import Any
 from meshwright.interface.answers.answer import Answer, Place, checked, folder_of
 from meshwright.interface.answers.markup import line, table, whole
 from meshwright.interface.planning.plan_request import check_cluster, planner_of
-from meshwright.observe.compare.disagreement import TITLES, explanation, shown
+from meshwright.observe.compare.comparison import ComparedRow, Comparison, DryRunner, columns
+from meshwright.observe.compare.comparison import compare as compare_columns
 from meshwright.observe.compare.finished_run import DRYRUN, FinishedRun, open_run
-from meshwright.observe.compare.judge import ComparedRow, Comparison
-from meshwright.observe.compare.judge import compare as compare_columns
-from meshwright.observe.compare.sources_of_columns import DryRunner, columns
-from meshwright.observe.compare.table import as_json, percent, verdict
+from meshwright.observe.compare.table import TITLES, as_json, explanation, percent, shown, verdict
 from meshwright.observe.shared_document import SharedDocument, parse_document
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, OutsideTolerance, RunError

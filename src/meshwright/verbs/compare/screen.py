@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 
 from meshwright.interface.terminal.compared_rows import ERROR, UNIT, VALUE, heads, row_line, served_rows
 from meshwright.interface.terminal.screen_text import dot, marked, width, wrapped
-from meshwright.observe.compare.disagreement import TITLES, explanation, shown
-from meshwright.observe.compare.judge import ComparedRow, Comparison, room_of_small_parts
-from meshwright.observe.compare.table import missing, notes, peaks
+from meshwright.observe.compare.comparison import ComparedRow, Comparison, room_of_small_parts
+from meshwright.observe.compare.table import TITLES, explanation, missing, notes, peaks, shown
 from meshwright.spec.units import many
 
 if TYPE_CHECKING:

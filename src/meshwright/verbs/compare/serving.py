@@ -6,10 +6,9 @@ from typing import Any
 
 from meshwright.interface.answers.answer import Answer, Place, checked, folder_of
 from meshwright.interface.answers.markup import line, table, whole
-from meshwright.observe.compare.disagreement import TITLES, shown
-from meshwright.observe.compare.judge import ComparedRow
+from meshwright.observe.compare.comparison import ComparedRow
 from meshwright.observe.compare.served_load import ServingColumns
-from meshwright.observe.compare.table import percent, row_json
+from meshwright.observe.compare.table import TITLES, percent, row_json, shown
 from meshwright.spec.errors import OutsideTolerance
 from meshwright.verbs.compare.answer import check_tolerance
 from meshwright.verbs.plan_serve.answer import ServingAnswer, plan_serving

@@ -15,9 +15,8 @@ from meshwright.observe.compare.finished_run import refuse_other
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.units import count, duration, gib, many
-from meshwright.store import default_folders
-from meshwright.store.default_folders import point_latest
 from meshwright.store.durable import refuse_unwritable, replace_file, report_in_one_line
+from meshwright.training.job import is_open, point_latest, settle_run
 
 if TYPE_CHECKING:
     from meshwright.observe.profile.measure import Profile
@@ -144,7 +143,7 @@ def profile(
     fix_cublas_workspace(parsed)
 
     def measure(plan: Plan) -> "Profile | None":
-        from meshwright.observe.profile.local_run import profile as measure_locally  # loads torch
+        from meshwright.observe.profile.measure import profile as measure_locally  # loads torch
 
         return measure_locally(plan, steps=steps, progress=told)
 
@@ -164,15 +163,15 @@ def measure_and_keep(plan: "Plan", measure: Measure) -> ProfileAnswer | None:
     plan.check()
     refuse_unwritable(Path(plan.run))
     # A named folder may hold another plan, whose files would then describe two programs.
-    if not default_folders.is_open(plan.run):
+    if not is_open(plan.run):
         refuse_other(Path(plan.run), plan)
     measured = measure(plan)
     if measured is None:
         return None
-    from meshwright.observe.profile.perfetto import trace
+    from meshwright.observe.profile.profile_document import trace
 
     # The number of a default folder is chosen last: a failed measurement leaves none behind.
-    plan = replace(plan, run=default_folders.settle_run(plan))
+    plan = replace(plan, run=settle_run(plan))
     answer = ProfileAnswer(
         profile=measured, plan=plan, files=(Path(plan.run, "profile.json"), Path(plan.run, "trace.json"))
     )

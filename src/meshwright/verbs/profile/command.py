@@ -71,7 +71,7 @@ def profile(
 def _measured(plan: "Plan", steps: int, people: "Console") -> "Profile | None":
     """Return the profile on the first rank, None on the others."""
     if processes() == 1:
-        from meshwright.observe.profile.local_run import profile as profile_here
+        from meshwright.observe.profile.measure import profile as profile_here
 
         with people.status("profile") as status:
             return profile_here(plan, steps=steps, progress=lambda line: status.update(f"profile: {line}"))

@@ -18,9 +18,8 @@ import yaml
 
 from meshwright import planfile
 from meshwright.interface.answers.markup import report_style
+from meshwright.observe.compare.comparison import Column, columns, compare
 from meshwright.observe.compare.finished_run import FinishedRun
-from meshwright.observe.compare.judge import compare
-from meshwright.observe.compare.sources_of_columns import Column, columns
 from meshwright.observe.compare.table import as_json, verdict
 from meshwright.observe.shared_document import PartPeak, Ran, RankRecord, SharedDocument
 from meshwright.planner.cost.stage_costs import ranks_of

@@ -11,7 +11,7 @@ from meshwright.interface.answers.answer import Answer, HasPlan, checked
 from meshwright.interface.answers.markup import curve, line, whole
 from meshwright.interface.planning.plan_reading import read_plan
 from meshwright.interface.process.environment import fix_cublas_workspace
-from meshwright.observe.compare.metric_records import Record, records
+from meshwright.observe.compare.finished_run import Record, metric_records
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, RunError
 from meshwright.spec.plan.plan import world_violation
@@ -60,7 +60,7 @@ class TrainAnswer(Answer):
 
     @cached_property
     def _records(self) -> "tuple[tuple[Record, ...], tuple[Record, ...]]":
-        return records(self.run / "metrics.jsonl")
+        return metric_records(self.run / "metrics.jsonl")
 
     def rows(self) -> "list[Record]":
         """Return a row for each logged step."""

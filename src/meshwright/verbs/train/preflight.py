@@ -6,13 +6,12 @@ from pathlib import Path
 
 import torch
 
+from meshwright.observe.compare.comparison import columns, compare
 from meshwright.observe.compare.finished_run import open_run
-from meshwright.observe.compare.judge import compare
-from meshwright.observe.compare.sources_of_columns import columns
 from meshwright.observe.compare.table import memory_line
 from meshwright.observe.dryrun.document import dry_run_document, needed_bytes, room_here, room_sentence, unfit_message
 from meshwright.observe.dryrun.simulate import device_of, dry_run
-from meshwright.observe.subprocesses import TooLong
+from meshwright.observe.ranks import TooLong
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec import Plan

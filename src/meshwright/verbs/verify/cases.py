@@ -18,8 +18,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from meshwright.kernels.linear.fp8 import MULTIPLE
-from meshwright.observe.oracle.drawn_teacher import DrawnTeacher
-from meshwright.observe.oracle.one_device import Case
+from meshwright.observe.oracle.one_device import Case, DrawnTeacher
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.layout import OFFLOADED, RECOMPUTE, Layout
 from meshwright.spec.layout.schedule import KINDS, NAMES, SPLIT

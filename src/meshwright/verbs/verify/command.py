@@ -48,7 +48,7 @@ def verify(
     It compares loss, every gradient, gradient norm, and the weights after two steps. Exit code 4 where any differs.
     """
     from meshwright.interface.terminal.screen_text import print_json
-    from meshwright.observe.oracle.feature_names import ALL, FEATURES
+    from meshwright.observe.oracle.features import ALL, FEATURES
 
     wanted = {name.strip() for name in only.split(",") if name.strip()}
     unknown = wanted - ALL.keys()
@@ -126,7 +126,7 @@ def verify(
 def _fitting_trial(wanted: "set[str]", processes: int, allowed: int) -> "Trial":
     """Return a layout with features that no layout of the matrix combines, or not on so few processes."""
     from meshwright.observe.oracle.feature_matrix import Trial, trial
-    from meshwright.observe.oracle.feature_names import ALL, LARGEST_WORLD
+    from meshwright.observe.oracle.features import ALL, LARGEST_WORLD
 
     names = [name for name in ALL if name in wanted]
     built = trial(names)
@@ -145,7 +145,7 @@ def _devices(device: str) -> int:
     """Return the most processes that this kind of device allows here."""
     import torch
 
-    from meshwright.observe.oracle.feature_names import LARGEST_WORLD
+    from meshwright.observe.oracle.features import LARGEST_WORLD
 
     if device == "cpu":
         return LARGEST_WORLD
@@ -158,7 +158,7 @@ def support_page(outcomes: Sequence[tuple["Trial", str | None]], refused: Mappin
     """Return the support matrix in Markdown: the table, reasons of refusals, every layout that was run."""
     import torch
 
-    from meshwright.observe.oracle.feature_names import FEATURES
+    from meshwright.observe.oracle.features import FEATURES
 
     state: dict[frozenset[str], str] = dict.fromkeys(refused, "refused")
     for ran, difference in outcomes:

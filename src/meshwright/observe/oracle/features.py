@@ -1,8 +1,10 @@
-"""Features of layouts by name, with the settings that each needs."""
+"""Features of layouts by name, with the settings that each needs, and published models at tiny sizes."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from meshwright.spec import MLAShape, ModelShape, presets
 from meshwright.spec.layout.schedule import KINDS
 
 LARGEST_WORLD = 8
@@ -43,3 +45,26 @@ ONE_RANK: Mapping[str, Mapping[str, Any]] = {
 }
 """More features, tried only on one rank. `--random` draws what differs over ranks in them."""
 ALL = {**FEATURES, **ONE_RANK}
+
+
+VOCAB = 61
+"""A prime, so that vocabulary-parallel ranks have unequal parts."""
+
+
+def shrink(name: str) -> ModelShape:
+    """Return the shape of a preset reduced to some ten thousand parameters."""
+    shape = presets.model(name)
+    scaling = shape.rope_scaling and replace(shape.rope_scaling, original_positions=16)
+    moe = shape.moe and replace(
+        shape.moe, experts=8, top_k=min(shape.moe.top_k, 3), ffn=12, groups=min(shape.moe.groups, 4),
+        top_groups=min(shape.moe.top_groups, 2), first_dense=min(shape.moe.first_dense, 1),
+    )  # fmt: skip
+    mla = MLAShape(q_rank=12, kv_rank=10, nope_dim=6, rope_dim=4, v_dim=5) if shape.mla else None
+    # Heads of some models, such as Qwen3's, are not hidden / heads wide. That must stay so at tiny sizes.
+    own_width = shape.head_dim * shape.heads != shape.hidden
+    return replace(
+        shape,
+        vocab=VOCAB, layers=3, hidden=24, heads=4, kv_heads=4 if shape.kv_heads == shape.heads else 2,
+        head_dim=10 if own_width else 6, ffn=40, max_positions=64, window=5 if shape.window else 0,
+        window_from_layer=min(shape.window_from_layer, 1), rope_scaling=scaling, moe=moe, mla=mla,
+    )  # fmt: skip

@@ -1,4 +1,6 @@
-"""Rows of a comparison (planned | dry run | measured): kinds of memory, traffic, parts of the step, and use.
+"""Columns (planned | dry run | measured) and rows of a comparison: memory, traffic, parts of the step, and use.
+
+A column is a shared document, or the reason for its absence.
 
 A row is judged by the distance of the others from the measured figure, or from the dry run if nothing was measured.
 Traffic must agree exactly, except for bytes that a router sends to experts. A small part is judged against a quarter of
@@ -10,12 +12,18 @@ are None, with the reason.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.observe.compare.sources_of_columns import Column
-from meshwright.observe.shared_document import RankRecord
-from meshwright.spec import Plan
+from meshwright.observe.compare.finished_run import DRYRUN, PROFILE, FinishedRun, same_program, training_document
+from meshwright.observe.shared_document import KindBytes, RankRecord, SentEntry, SharedDocument, parse_document
+from meshwright.planner import explain
+from meshwright.planner.step.predict import Estimator, build_estimator
+from meshwright.planner.step.prediction import Prediction
+from meshwright.spec import Plan, presets
 from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.memory.held import KINDS, PLANNED, STATES
+from meshwright.spec.units import many
 
+DryRunner = Callable[[Plan, str], SharedDocument]
+"""(plan, device) -> its dry run, if the run folder has none."""
 SMALL = 0.25
 """Share of the whole below which a part is judged as if it had this share."""
 LEAST_MEMORY_BYTES = 20 * 2**20
@@ -38,8 +46,139 @@ COPIES = ("parameters", "shards")
 """Kinds that also come and go if a rank holds whole copies beside its shards until the update (ZeRO-1, ZeRO-2)."""
 UNCOUNTED = "the planner does not count it"
 Values = tuple[float | None, float | None, float | None]
-Columns = tuple[Column, Column, Column]
 Reasons = tuple[str, str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One of planned, dry run, measured."""
+
+    title: str
+    document: SharedDocument | None
+    about: str
+    """Description of the document, or the reason for its absence."""
+    timeless: str = ""
+    """Reason why it has no times."""
+    elsewhere: str = ""
+    """Explanation if it is for another device than the run's. Empty = it is not."""
+    trained: SharedDocument | None = None
+    """Beside a profile, the measurements of training itself."""
+
+    def rank(self, rank: int) -> RankRecord | None:
+        """Return the record of a rank."""
+        return next((record for record in self.document.ranks if record.rank == rank), None) if self.document else None
+
+
+def columns(
+    run: FinishedRun, planner: Estimator | None = None, dryer: DryRunner | None = None
+) -> tuple[Column, Column, Column]:
+    """Return planned, dry run, measured. `planner` knows this machine; without one data sheets are used."""
+    plan = run.plan_as_run
+    # Times of a GPU's data sheet would be compared with a CPU, so only memory and traffic are planned there.
+    on_cpu = planner is None and run.device == "cpu" and plan.cluster.device.is_gpu
+    first = _program_column(plan) if on_cpu else planned_column(plan, planner)
+    return first, dry_run_column(run, plan, dryer), measured_column(run, plan)
+
+
+def planned_column(plan: Plan, planner: Estimator | None = None) -> Column:
+    """Return the planner's prediction for every pipeline stage, with times only if the device is known."""
+    cluster = planner.cluster if planner else plan.cluster
+    is_described, device = planner is not None or cluster.device.half_flop_per_s > 0, cluster.device.name
+    prediction = (planner or build_estimator(plan)).predict(plan)
+    document = replace(parse_document(explain.document(prediction), "the prediction"), ranks=_stage_records(prediction))
+    if not is_described:
+        document = replace(
+            document, time=(), step_seconds=None, tokens_per_second_per_device=None, mfu_causal=None, mfu_full=None,
+            hfu=None, bubble_fraction=None,
+        )  # fmt: skip
+    return Column(
+        title="planned",
+        document=document,
+        about=f"the planner's formulas, for {device}",
+        timeless="" if is_described else f"the plan's device, {device}, is not described: name a cluster",
+    )
+
+
+def _program_column(plan: Plan) -> Column:
+    """Return the prediction for a GPU's plan that ran on a CPU: memory and traffic of its program there."""
+    device = plan.cluster.device.name
+    here = replace(plan, cluster=replace(plan.cluster, device=presets.device("local")))
+    return replace(
+        planned_column(here),
+        about="the planner's formulas, for this program on a CPU",
+        timeless=f"the plan is for {device}, and the run was on a CPU",
+        elsewhere=f"The plan is for {device}, and the run was on a CPU: memory and traffic of the program are "
+        "compared, and no time. A cluster file of this machine, made by meshwright calibrate, has times too.",
+    )
+
+
+def _stage_records(prediction: Prediction) -> tuple[RankRecord, ...]:
+    ranks = pipeline_ranks(prediction.plan.layout)
+    return tuple(
+        RankRecord(
+            rank=rank,
+            # The reserve belongs to libraries, which neither a dry run nor an allocator's peak of tensors sees.
+            peak_bytes=round(memory.total_bytes - memory.kinds["reserve"]),
+            when=memory.when,
+            memory=tuple(KindBytes(kind=kind, bytes=round(size)) for kind, size in memory.kinds.items() if size),
+            traffic=tuple(
+                SentEntry(axis=sent.axis, collective=sent.collective, bytes=sent.sent_bytes, calls=sent.calls)
+                for sent in prediction.traffic(stage)
+            ),
+        )
+        for stage, (rank, memory) in enumerate(zip(ranks, prediction.memory, strict=True))
+    )
+
+
+def dry_run_column(run: FinishedRun, plan: Plan, dryer: DryRunner | None = None) -> Column:
+    """Return the dry run in the folder, or a new one."""
+    stored = run.dryrun
+    timeless = "a dry run moves no numbers, so it takes no time"
+    ours = stored is not None and same_program(plan, stored) and run.device in ("", stored.device)
+    # A dry run of single ranks (--rank) lacks stages, so it is made again where that is possible.
+    has_all_stages = stored is not None and {record.rank for record in stored.ranks}.issuperset(
+        pipeline_ranks(plan.layout)
+    )
+    if stored is not None and ours and (has_all_stages or dryer is None):
+        about = f"the real program on fake tensors, as on a {stored.device} device ({DRYRUN})"
+        return Column(title="dry run", document=stored, about=about, timeless=timeless)
+    if dryer is None:
+        reason = (
+            f"its {DRYRUN} is of another plan, device or version" if stored else f"there is no {DRYRUN} in the folder"
+        )
+        return Column(title="dry run", document=None, about=f"{reason}: meshwright compare makes it", timeless=timeless)
+    document = dryer(plan, run.device)
+    about = f"the real program on fake tensors, as on a {document.device} device"
+    return Column(title="dry run", document=document, about=about, timeless=timeless)
+
+
+def measured_column(run: FinishedRun, plan: Plan) -> Column:
+    """Return the profile in the folder, completed by the measurements of training."""
+    trained_document, profile = training_document(run), run.profile
+    trained = f"{many(len(run.steps), 'step')} of training"
+    if profile is None or not same_program(plan, profile):
+        other = f"; {PROFILE} is of another plan and not used" if profile else ""
+        if trained_document is None:
+            return Column(title="measured", document=None, about=f"nothing was trained here{other}")
+        what = "" if run.ledger else ", which left no ledger.json"
+        timeless = "training keeps no parts of its time: meshwright profile measures them"
+        return Column(title="measured", document=trained_document, about=f"{trained}{what}{other}", timeless=timeless)
+    profiled = "; ".join((f"a profile of the plan ({PROFILE})", *profile.notes))
+    if trained_document is None:
+        return Column(title="measured", document=profile, about=profiled)
+    # The profile comes last and so wins: training itself measures only what it keeps from step to step.
+    ranks = {record.rank: record for record in (*trained_document.ranks, *profile.ranks)}
+    for record in trained_document.ranks:
+        if ranks[record.rank].traffic is None:
+            ranks[record.rank] = replace(ranks[record.rank], traffic=record.traffic)
+    document = replace(
+        profile, ranks=tuple(ranks[rank] for rank in sorted(ranks)), time=(*profile.time, *trained_document.time)
+    )
+    speed = f", which took {trained_document.step_seconds:.3g} s each" if trained_document.step_seconds else ""
+    return Column(title="measured", document=document, about=f"{profiled}; {trained}{speed}", trained=trained_document)
+
+
+Columns = tuple[Column, Column, Column]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +227,7 @@ class ComparedRow:
         at = self.reference
         if self.tolerance is None or at is None:
             return ()
+        # A toy run differs by megabytes and a slight part by microseconds: neither is judged by its own size.
         base = self.values[at] or 0.0
         room = self.tolerance * max(abs(base), self._least)
         return tuple(
@@ -164,6 +304,7 @@ def compare(plan: Plan, columns: Columns, tolerance: float = 0.1) -> Comparison:
 def _fullest(plan: Plan, columns: Columns) -> int:
     """Return the rank with the highest peak among pipeline stages, by the best known column."""
     ranks = pipeline_ranks(plan.layout)
+    # Best known first: measured, dry run, planned. A column counts only if it knows every stage.
     for column in reversed(columns):
         peaks = {
             record.rank: record.peak_bytes
@@ -206,31 +347,32 @@ def _peak_row(rank: int, columns: Columns, tolerance: float) -> ComparedRow:
 
 def _kind_rows(rank: int, columns: Columns, tolerance: float) -> Iterator[ComparedRow]:
     seen = [column.rank(rank) for column in columns]
-    known = [{held.kind: held.bytes for held in record.memory} if record else {} for record in seen]
+    kinds_of_columns = [{held.kind: held.bytes for held in record.memory} if record else {} for record in seen]
     # Training without a profile measures lasting states only, and at the optimizer's update.
-    states_only = bool(known[2]) and not any(kind not in STATES for kind in known[2])
+    states_only = bool(kinds_of_columns[2]) and not any(kind not in STATES for kind in kinds_of_columns[2])
     reach: tuple[Sequence[str], ...] = (PLANNED, KINDS, STATES if states_only else KINDS)
-    whole = max((record.peak_bytes or 0 for record in seen if record), default=0)
+    peak_bytes = max((record.peak_bytes or 0 for record in seen if record), default=0)
     reasons = _missing_reasons(columns, rank, STATES_ONLY)
 
     def held(index: int, kind: str) -> float | None:
-        return known[index].get(kind, 0) if known[index] and kind in reach[index] else None
+        return kinds_of_columns[index].get(kind, 0) if kinds_of_columns[index] and kind in reach[index] else None
 
     moments = {
         index: AT_UPDATE if index == 2 and states_only else moment(record)
         for index, record in enumerate(seen)
-        if record and known[index]
+        if record and kinds_of_columns[index]
     }
     aside = _columns_aside(moments)
     note = f"{'; '.join(f'{columns[index].title} {where}' for index, where in moments.items())}" if aside else ""
-    copied = any(kinds.get("shards") for kinds in known)
+    copied = any(kinds.get("shards") for kinds in kinds_of_columns)
     for kind in PLANNED:
         values = held(0, kind), held(1, kind), held(2, kind)
         if not any(values):
             continue
+        # What lasts is the same at any moment. Only passing kinds depend on where the peak lies.
         passing = kind in PASSING or (copied and kind in COPIES)
         yield ComparedRow(
-            section="memory", what=kind, unit="bytes", rank=rank, values=values, whole=whole,
+            section="memory", what=kind, unit="bytes", rank=rank, values=values, whole=peak_bytes,
             tolerance=None if kind == "reserve" else tolerance,
             aside=aside if passing else (), note=note if passing else "",
             missing=(UNCOUNTED, "no tensor", "no tensor") if kind == "reserve" else (UNCOUNTED, *reasons[1:]),
@@ -250,6 +392,7 @@ def moment(record: RankRecord) -> str:
 
 def _columns_aside(moments: dict[int, str]) -> tuple[int, ...]:
     """Return the columns whose peak occurs elsewhere than the measured one; that one if plan and dry run agree."""
+    # Plan and dry run outvote a measurement at another moment, since their parts can still be compared.
     alike = len(moments) == 3 and moments[0] == moments[1] != moments[2]
     best = moments[0 if alike else max(moments)] if moments else ""
     return tuple(index for index, where in moments.items() if where != best)
@@ -313,16 +456,16 @@ def _seconds_by_part(column: Column) -> dict[str, float]:
 
 
 def _time_rows(columns: Columns, tolerance: float) -> Iterator[ComparedRow]:
-    known = [_seconds_by_part(column) for column in columns]
+    parts_of_columns = [_seconds_by_part(column) for column in columns]
     totals = _three_values(lambda index: columns[index].document.step_seconds if columns[index].document else None)  # type: ignore[union-attr]  # asked in the same line
-    whole = next((total for total in reversed(totals) if total), 0.0)
+    step_seconds = next((total for total in reversed(totals) if total), 0.0)
     reasons = _timeless_reasons(columns)
     for what in (*TIMES, "data"):
-        values = known[0].get(what), known[1].get(what), known[2].get(what)
+        values = parts_of_columns[0].get(what), parts_of_columns[1].get(what), parts_of_columns[2].get(what)
         if any(values):
             missing = (reasons[0] or UNCOUNTED, *reasons[1:])
             yield ComparedRow(
-                section="time", what=what, unit="seconds", values=values, whole=whole, missing=missing,
+                section="time", what=what, unit="seconds", values=values, whole=step_seconds, missing=missing,
                 tolerance=tolerance,
             )  # fmt: skip
     yield ComparedRow(section="time", what="step", unit="seconds", values=totals, tolerance=tolerance, missing=reasons)
