@@ -131,79 +131,6 @@ class Router(nn.Module):
         return choice.topk(moe.top_k, dim=-1).indices
 
 
-class Experts(nn.Module):
-    """X feed-forwards as three stacked matrices, or two without a gate. A kernel multiplies runs of rows."""
-
-    def __init__(self, shape: ModelShape, moe: MoEShape, kernels: Kernels, seams: Seams) -> None:
-        super().__init__()
-        self.gated = shape.mlp == "swiglu"
-        if self.gated:
-            self.gate = nn.Parameter(torch.empty(moe.experts, moe.ffn, shape.hidden))
-        self.approximate = gelu_form(shape)
-        self.up = nn.Parameter(torch.empty(moe.experts, moe.ffn, shape.hidden))
-        self.down = nn.Parameter(torch.empty(moe.experts, shape.hidden, moe.ffn))
-        self.kernels, self.seams = kernels, seams
-        self.rounding: dict[str, Weight] = {}
-        """Weights of stacks that are rounded in each product, by name."""
-        self.beside: BesideStacks | None = None
-
-    def forward(self, *sent: Any) -> Any:
-        """Map what Dispatch.send returned to the argument of Dispatch.receive."""
-        return self.seams.dispatch.compute(self, *sent)
-
-    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Map rows (N k, D), sorted by expert, and counts (X,) per expert, to (N k, D). All experts are here."""
-        # A kernel that reads the counts on the device spares the host a wait.
-        if self.up is not None and keeps_counts(rows, self.up, self.kernels.prefer):
-            return self.feed_forward(rows, counts)
-        return self.feed_forward(rows, self.seams.counts_on_host(counts.unsqueeze(0), len(rows))[0])
-
-    def stacks(self, pieces: int = 1) -> list[tuple["ExpertStack", ...]]:
-        """Return the matrices (gate,) up, down of each of `pieces` equal parts of the experts."""
-        held = [self._stack(name).parts(pieces) for name in (("gate",) if self.gated else ()) + ("up", "down")]
-        return list(zip(*held, strict=True))
-
-    def _stack(self, name: str) -> "ExpertStack":
-        lora = getattr(self, f"{name}_lora", None)
-        low = () if lora is None else (lora.a, lora.b)
-        quantized = getattr(self, f"{name}_quantized", None)
-        rounding, held = self.rounding.get(name), getattr(self, name)
-        if rounding is not None:
-            (matrices,) = rounding.matrices(held)
-            return ExpertStack(matrices, name=name, read=rounding.read)
-        scale, drops = (1.0, 0.0) if lora is None else (lora.scale, lora.dropout)
-        return ExpertStack(held if quantized is None else quantized.matrix, low, scale, drops, name=name)
-
-    def feed_forward(self, rows: Tensor, counts: Counts, stacks: Sequence["ExpertStack"] = ()) -> Tensor:
-        """Map sorted rows (R, D) and counts per expert to (R, D), by all experts here or those of `stacks`."""
-        *first, down = stacks or self.stacks()[0]
-        more = None
-        if self.beside is not None:
-            rows, more = self.beside(self, rows, counts)
-        rows = first[0].read(rows)
-        read = [self._product(rows, stack, counts, more) for stack in first]
-        inner = self.kernels.swiglu(*read) if self.gated else self.kernels.gelu(*read, self.approximate)
-        return self._product(down.read(inner), down, counts, more)
-
-    def _product(self, rows: Tensor, stack: "ExpertStack", counts: Counts, more: "AddedProducts | None") -> Tensor:
-        product = self._plain_product(rows, stack, counts)
-        return product if more is None else more.add(stack, rows, product)
-
-    def _plain_product(self, rows: Tensor, stack: "ExpertStack", counts: Counts) -> Tensor:
-        multiply = self.kernels.expert_linear
-        if isinstance(stack.matrices, QuantizedMatrix):
-            assert not isinstance(counts, Tensor)
-            product = quantized_expert_linear(rows, stack.matrices, counts, self.kernels.quantized_linears)
-        else:
-            product = multiply(rows, stack.matrices, counts)
-        if not stack.low:
-            return product
-        a, b = stack.low
-        dropped = dropout(rows, stack.dropout, self.training)
-        low: Tensor = multiply(multiply(dropped, a, counts) * stack.scale, b, counts)
-        return product + low
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertStack:
     """Matrices (X, out, in) of experts and their adapter (model/low_rank.py): A (X, rank, in), B (X, out, rank)."""
@@ -241,6 +168,79 @@ class AddedProducts(Protocol):
 
     def add(self, stack: ExpertStack, rows: Tensor, products: Tensor) -> Tensor:
         """Return products (R, out) of rows (R, in) with a stack, plus the added ones."""
+
+
+class Experts(nn.Module):
+    """X feed-forwards as three stacked matrices, or two without a gate. A kernel multiplies runs of rows."""
+
+    def __init__(self, shape: ModelShape, moe: MoEShape, kernels: Kernels, seams: Seams) -> None:
+        super().__init__()
+        self.gated = shape.mlp == "swiglu"
+        if self.gated:
+            self.gate = nn.Parameter(torch.empty(moe.experts, moe.ffn, shape.hidden))
+        self.approximate = gelu_form(shape)
+        self.up = nn.Parameter(torch.empty(moe.experts, moe.ffn, shape.hidden))
+        self.down = nn.Parameter(torch.empty(moe.experts, shape.hidden, moe.ffn))
+        self.kernels, self.seams = kernels, seams
+        self.rounding: dict[str, Weight] = {}
+        """Weights of stacks that are rounded in each product, by name."""
+        self.beside: BesideStacks | None = None
+
+    def forward(self, *sent: Any) -> Any:
+        """Map what Dispatch.send returned to the argument of Dispatch.receive."""
+        return self.seams.dispatch.compute(self, *sent)
+
+    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Map rows (N k, D), sorted by expert, and counts (X,) per expert, to (N k, D). All experts are here."""
+        # A kernel that reads the counts on the device spares the host a wait.
+        if self.up is not None and keeps_counts(rows, self.up, self.kernels.prefer):
+            return self.feed_forward(rows, counts)
+        return self.feed_forward(rows, self.seams.counts_on_host(counts.unsqueeze(0), len(rows))[0])
+
+    def stacks(self, pieces: int = 1) -> list[tuple[ExpertStack, ...]]:
+        """Return the matrices (gate,) up, down of each of `pieces` equal parts of the experts."""
+        held = [self._stack(name).parts(pieces) for name in (("gate",) if self.gated else ()) + ("up", "down")]
+        return list(zip(*held, strict=True))
+
+    def _stack(self, name: str) -> ExpertStack:
+        lora = getattr(self, f"{name}_lora", None)
+        low = () if lora is None else (lora.a, lora.b)
+        quantized = getattr(self, f"{name}_quantized", None)
+        rounding, held = self.rounding.get(name), getattr(self, name)
+        if rounding is not None:
+            (matrices,) = rounding.matrices(held)
+            return ExpertStack(matrices, name=name, read=rounding.read)
+        scale, drops = (1.0, 0.0) if lora is None else (lora.scale, lora.dropout)
+        return ExpertStack(held if quantized is None else quantized.matrix, low, scale, drops, name=name)
+
+    def feed_forward(self, rows: Tensor, counts: Counts, stacks: Sequence[ExpertStack] = ()) -> Tensor:
+        """Map sorted rows (R, D) and counts per expert to (R, D), by all experts here or those of `stacks`."""
+        *first, down = stacks or self.stacks()[0]
+        more = None
+        if self.beside is not None:
+            rows, more = self.beside(self, rows, counts)
+        rows = first[0].read(rows)
+        read = [self._product(rows, stack, counts, more) for stack in first]
+        inner = self.kernels.swiglu(*read) if self.gated else self.kernels.gelu(*read, self.approximate)
+        return self._product(down.read(inner), down, counts, more)
+
+    def _product(self, rows: Tensor, stack: ExpertStack, counts: Counts, more: AddedProducts | None) -> Tensor:
+        product = self._plain_product(rows, stack, counts)
+        return product if more is None else more.add(stack, rows, product)
+
+    def _plain_product(self, rows: Tensor, stack: ExpertStack, counts: Counts) -> Tensor:
+        multiply = self.kernels.expert_linear
+        if isinstance(stack.matrices, QuantizedMatrix):
+            assert not isinstance(counts, Tensor)
+            product = quantized_expert_linear(rows, stack.matrices, counts, self.kernels.quantized_linears)
+        else:
+            product = multiply(rows, stack.matrices, counts)
+        if not stack.low:
+            return product
+        a, b = stack.low
+        dropped = dropout(rows, stack.dropout, self.training)
+        low: Tensor = multiply(multiply(dropped, a, counts) * stack.scale, b, counts)
+        return product + low
 
 
 class BesideStacks(Protocol):
@@ -304,7 +304,7 @@ class MoE(nn.Module):
         received, shared = self.visit(routed, rows)
         return self.join(routed, received, shared, padding)
 
-    def route(self, x: Tensor) -> tuple["RoutedTokens", list[Tensor]]:
+    def route(self, x: Tensor) -> tuple[RoutedTokens, list[Tensor]]:
         """Route x (B, S, D): return where its tokens go, and their rows (N k, D) sorted by expert.
 
         The rows are alone in a list, so the sender can release them.
@@ -322,7 +322,7 @@ class MoE(nn.Module):
         return RoutedTokens(x, counts, weights, experts, probabilities, order, inverse), [rows]
 
     def visit(
-        self, routed: "RoutedTokens", rows: list[Tensor], halves: "tuple[Half, Half]" = IN_HALVES
+        self, routed: RoutedTokens, rows: list[Tensor], halves: tuple[Half, Half] = IN_HALVES
     ) -> tuple[Tensor, Tensor | None]:
         """Send rows to the experts and back. Returns their output (N k, D) and that of the shared experts (B, S, D).
 
@@ -339,7 +339,7 @@ class MoE(nn.Module):
         return dispatch.receive(outputs), shared
 
     def join(
-        self, routed: "RoutedTokens", received: Tensor, shared: Tensor | None, padding: Tensor | None = None
+        self, routed: RoutedTokens, received: Tensor, shared: Tensor | None, padding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Combine the experts' rows (N k, D) into the output of `forward`."""
         x, prefer = routed.x, self.experts.kernels.prefer

@@ -174,6 +174,7 @@ INLINE void attend_head(const Attention *a, float *restrict scratch, int64_t lon
                     row_out[i] += weight * stored_number(a->values, position * value_stride + i, kind);
             })
     })
+    /* The sums divide the result, not each weight: value_width products in place of one a position. */
     for (int64_t r = 0; r < count; r++)
         for (int64_t i = 0; i < value_width; i++) out[r * out_row + i] *= inverse_sums[r];
 }

@@ -77,6 +77,7 @@ INLINE void int8_sums(const uint8_t *codes, const float *scales, const Panels *m
     }
     for (int r = 0; r < rows; r++)
         for (int64_t p = 0; p < panels; p++) {
+            /* dpbusd takes unsigned rows, which are 128 too large: 128 times the sum of the weights is taken off. */
             const __m512i shift = _mm512_slli_epi32(_mm512_loadu_si512(m->sums + n + 16 * p), 7);
             __m512 product = _mm512_cvtepi32_ps(_mm512_sub_epi32(total[r][p], shift));
             product = _mm512_mul_ps(product, _mm512_loadu_ps((const float *)m->scales + n + 16 * p));

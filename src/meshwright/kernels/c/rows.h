@@ -43,6 +43,7 @@ typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
 
 /* Sum 16 numbers in one order. */
 static inline float sum_lanes(lanes x) {
+    /* In halves, not by an intrinsic: compilers would choose an order for each processor. */
     const eight *halves = (const eight *)&x;
     eight eight_sums = halves[0] + halves[1];
     const four *quarters = (const four *)&eight_sums;
@@ -54,6 +55,7 @@ static inline float exponential(float x) {
     /* 2^n (1 + r)...: relative error below 2e-7 where the result is normal. Below -87 the result is that of -87. */
     x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
     float n = rintf(x * 1.44269504088896341f);
+    /* ln 2 in two parts: the first has few bits, so its product with n is exact. */
     float r = x - n * 0.693145751953125f;
     r = r - n * 1.42860682030941723e-6f;
     float p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666671633720f + r * (0.0416666455566883f +
@@ -70,7 +72,7 @@ extern int threads;
 
 static inline int threads_for(int64_t bytes) { return bytes < LEAST_BYTES ? 1 : threads; }
 
-/* A matrix (N, D) in panels, see panels.py. A lane of a vector is one of its rows, so no vector is summed up. Several
+/* A matrix (N, D) in panels, see serving_library.py. A lane of a vector is one of its rows, so no vector is summed up. Several
    input rows share each read of a panel. Sums have one order, however many rows there are. */
 typedef struct {
     const void *numbers;

@@ -103,12 +103,6 @@ def reference(matrices: Sequence[Matrix], biases: Sequence[Tensor | None], rows:
     return torch.cat(outputs, dim=-1)
 
 
-def int8_product(weight: Tensor) -> "Int8Product":
-    """Prepare a product with a plain matrix (N, K), rounded to 8 bits with a scale for each row."""
-    codes, scales = row_codes(weight)
-    return Int8Product(codes.to(torch.int8), scales[:, 0])
-
-
 def _joined_bias(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
     """Join biases to (N of all,) fp32, zero where there is none. Returns None without any."""
     like = next((bias.detach().float() for bias in biases if bias is not None), None)
@@ -242,6 +236,20 @@ def _can_join_int8(matrices: Sequence[QuantizedMatrix]) -> bool:
 
 
 @final
+class OutlierColumns:
+    """Inputs whose weights are not codes."""
+
+    def __init__(self, columns: Tensor, weights: Tensor) -> None:
+        """Take columns (O,) and their weights (N, O)."""
+        self.columns, self._weights = columns.long(), weights_in_steps(weights)
+        self.bytes = self._weights.nbytes
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Multiply rows (M, K) fp32. Returns (M, N)."""
+        return exact_product(rows.index_select(1, self.columns), self._weights)
+
+
+@final
 class Int8Product:
     """A product of 8-bit rows with 8-bit matrices, by oneDNN.
 
@@ -249,7 +257,7 @@ class Int8Product:
     """
 
     def __init__(
-        self, codes: Tensor, scales: Tensor, bias: Tensor | None = None, outliers: "OutlierColumns | None" = None
+        self, codes: Tensor, scales: Tensor, bias: Tensor | None = None, outliers: OutlierColumns | None = None
     ):
         """Take codes (N, K) int8, scales (N,) fp32 and bias (N,) of matrices side by side."""
         self._packed, self._scales = integers.pack_int8(codes), scales.contiguous()
@@ -288,18 +296,10 @@ class Int8Product:
         return integers.int8_product(codes, self._packed, self._scales, self._zeros).mul_(scales)
 
 
-@final
-class OutlierColumns:
-    """Inputs whose weights are not codes."""
-
-    def __init__(self, columns: Tensor, weights: Tensor) -> None:
-        """Take columns (O,) and their weights (N, O)."""
-        self.columns, self._weights = columns.long(), weights_in_steps(weights)
-        self.bytes = self._weights.nbytes
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Multiply rows (M, K) fp32. Returns (M, N)."""
-        return exact_product(rows.index_select(1, self.columns), self._weights)
+def int8_product(weight: Tensor) -> Int8Product:
+    """Prepare a product with a plain matrix (N, K), rounded to 8 bits with a scale for each row."""
+    codes, scales = row_codes(weight)
+    return Int8Product(codes.to(torch.int8), scales[:, 0])
 
 
 def _int8_product(matrices: Sequence[QuantizedMatrix], bias: Tensor | None) -> Int8Product:
@@ -312,7 +312,26 @@ def _int8_product(matrices: Sequence[QuantizedMatrix], bias: Tensor | None) -> I
     return Int8Product(codes, scales, bias, outliers)
 
 
-def joined_product(matrices: Sequence[Matrix], biases: Sequence[Tensor | None]) -> "JoinedProduct | None":
+@final
+class JoinedProduct:
+    """One GPU product with matrices that lie side by side. Its columns are those of each product."""
+
+    panels = None
+    bytes = 0
+    """Extra memory: none, it is no copy."""
+
+    def __init__(self, matrix: Matrix, bias: Tensor | None) -> None:
+        """Take `matrix` (N of all, K) and `bias` (N of all,) of its dtype."""
+        self._matrix, self._bias = matrix, bias
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Multiply as a PreparedProduct."""
+        if isinstance(self._matrix, Tensor):
+            return F.linear(rows, self._matrix, self._bias)
+        return quantized_linears(rows, [self._matrix], [self._bias])[0]
+
+
+def joined_product(matrices: Sequence[Matrix], biases: Sequence[Tensor | None]) -> JoinedProduct | None:
     """Move matrices (N, K) side by side in memory. Returns None where they differ in kind or share memory with others.
 
     Shared memory would not be freed by the move.
@@ -389,22 +408,3 @@ def _joined_codes(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix | None
     return QuantizedMatrix(
         scheme=first.scheme, size_in=first.size_in, codes=codes, scales=scales, zeros=zeros, prefer=first.prefer
     )
-
-
-@final
-class JoinedProduct:
-    """One GPU product with matrices that lie side by side. Its columns are those of each product."""
-
-    panels = None
-    bytes = 0
-    """Extra memory: none, it is no copy."""
-
-    def __init__(self, matrix: Matrix, bias: Tensor | None) -> None:
-        """Take `matrix` (N of all, K) and `bias` (N of all,) of its dtype."""
-        self._matrix, self._bias = matrix, bias
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Multiply as a PreparedProduct."""
-        if isinstance(self._matrix, Tensor):
-            return F.linear(rows, self._matrix, self._bias)
-        return quantized_linears(rows, [self._matrix], [self._bias])[0]

@@ -342,42 +342,6 @@ class StepWriter:
         ]  # fmt: skip
 
 
-@final
-class StepReader:
-    """Decoder of steps, in the order in which they were written. Tokens that are not computed are zero."""
-
-    def __init__(self) -> None:
-        self._sequences: dict[int, CachedSequence] = {}
-
-    def step(self, words: Sequence[int]) -> StepPlan:
-        """Return the step that `StepWriter` encoded."""
-        rest = _StepNumbers(words)
-        for number in rest.take_counted():
-            del self._sequences[number]
-        moves = (rest.take(3) for _ in range(rest.take_one()))
-        step = StepPlan(moves=[Move(MOVES[kind], source, target) for kind, source, target in moves])
-        for _ in range(rest.take_one()):
-            sequence, count = self._read_sequence(rest)
-            step.chunks[sequence] = count
-        return step
-
-    def _read_sequence(self, rest: "_StepNumbers") -> tuple[CachedSequence, int]:
-        number, adapter, begin, count, length, guessed, preemptions, shared = rest.take(8)
-        sequence = self._sequences.get(number)
-        if sequence is None:
-            sequence = self._sequences[number] = CachedSequence(
-                number, [], 0, b"", adapter=adapter, phase=Phase.RUNNING
-            )  # fmt: skip
-        sequence.table[shared:] = rest.take_counted()
-        tokens = sequence.tokens
-        del tokens[length:]
-        # Only computed tokens are ever read here. Zeros keep the positions of the others.
-        tokens += [0] * (length - len(tokens))
-        tokens[begin : begin + count] = rest.take(count)
-        sequence.computed, sequence.guessed, sequence.preemptions = begin, guessed, preemptions
-        return sequence, count
-
-
 class _StepNumbers:
     """Integers that are read in order."""
 
@@ -397,3 +361,39 @@ class _StepNumbers:
     def take_counted(self) -> list[int]:
         """Return as many integers as the next one says."""
         return self.take(self.take_one())
+
+
+@final
+class StepReader:
+    """Decoder of steps, in the order in which they were written. Tokens that are not computed are zero."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[int, CachedSequence] = {}
+
+    def step(self, words: Sequence[int]) -> StepPlan:
+        """Return the step that `StepWriter` encoded."""
+        rest = _StepNumbers(words)
+        for number in rest.take_counted():
+            del self._sequences[number]
+        moves = (rest.take(3) for _ in range(rest.take_one()))
+        step = StepPlan(moves=[Move(MOVES[kind], source, target) for kind, source, target in moves])
+        for _ in range(rest.take_one()):
+            sequence, count = self._read_sequence(rest)
+            step.chunks[sequence] = count
+        return step
+
+    def _read_sequence(self, rest: _StepNumbers) -> tuple[CachedSequence, int]:
+        number, adapter, begin, count, length, guessed, preemptions, shared = rest.take(8)
+        sequence = self._sequences.get(number)
+        if sequence is None:
+            sequence = self._sequences[number] = CachedSequence(
+                number, [], 0, b"", adapter=adapter, phase=Phase.RUNNING
+            )  # fmt: skip
+        sequence.table[shared:] = rest.take_counted()
+        tokens = sequence.tokens
+        del tokens[length:]
+        # Only computed tokens are ever read here. Zeros keep the positions of the others.
+        tokens += [0] * (length - len(tokens))
+        tokens[begin : begin + count] = rest.take(count)
+        sequence.computed, sequence.guessed, sequence.preemptions = begin, guessed, preemptions
+        return sequence, count

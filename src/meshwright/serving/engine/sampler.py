@@ -60,12 +60,47 @@ class SampledTokens(NamedTuple):
 
 
 @final
+class _FewDraws:
+    """Rows with top_k, top_p or min_p, drawn among their FEW likeliest tokens.
+
+    If these are too few, which the host learns when it reads them, a row is drawn once more among all.
+    """
+
+    def __init__(self, heated: Tensor, limits: Sequence[Tensor], logits: Tensor, rows_in_step: list[int]) -> None:
+        """Draw tokens of C rows.
+
+        Args:
+            heated: (C, V) logits divided by the temperature, the largest 0.
+            limits: Random number, top_k, top_p and min_p, (C, 1) each.
+            logits: (R, V) of all rows of the step.
+            rows_in_step: Rows of `logits` that these are.
+        """
+        self._limits, self._rows_in_step = limits, rows_in_step
+        self.tokens, self.sure = _draw_among(heated, min(FEW, heated.shape[1]), *limits)
+        self._heated, self._logits = heated, logits
+
+    def redrawn(self, sure: list[bool]) -> dict[int, int]:
+        """Return new tokens of the rows with too few candidates, by row."""
+        # Rare: FEW tokens hold nearly all probability unless the temperature is high.
+        again = [number for number, is_sure in enumerate(sure) if not is_sure]
+        if not again:
+            return {}
+        limits = (_select_rows(limit, again) for limit in self._limits)
+        tokens, _ = _draw_among(_select_rows(self._heated, again), self._heated.shape[1], *limits)
+        return dict(zip((self._rows_in_step[number] for number in again), tokens.tolist(), strict=True))
+
+    def logprob(self, row: int, token: int) -> float:
+        """Return the model's log-probability of a token in a row."""
+        return float(self._logits[row].log_softmax(-1)[token])
+
+
+@final
 class DrawnTokens:
     """Tokens drawn by the device, on their way to the host."""
 
     def __init__(
         self, tokens: Tensor, packed: Tensor, rows: Sequence[SampledRow], likeliest: Sequence[Tensor],
-        few: "_FewDraws | None",
+        few: _FewDraws | None,
     ) -> None:  # fmt: skip
         """Start the copies to the host.
 
@@ -199,7 +234,7 @@ def _count_tokens(row: SampledRow, vocab: int) -> Tensor:
 
 def _draw(
     changed: Tensor, logits: Tensor, tokens: Tensor, rows: Sequence[SampledRow], drawn: list[int]
-) -> tuple[Tensor, "_FewDraws | None"]:  # fmt: skip
+) -> tuple[Tensor, _FewDraws | None]:  # fmt: skip
     """Replace the tokens (R,) of the rows `drawn` by inverting cumulated probabilities at each row's random number."""
     vocab, device = logits.shape[1], logits.device
     sampled_rows = [rows[number] for number in drawn]
@@ -242,41 +277,6 @@ def _select_rows(x: Tensor, rows: list[int]) -> Tensor:
 def _replace_rows(x: Tensor, rows: list[int], new_rows: Tensor) -> Tensor:
     """Return the tensor with rows replaced."""
     return new_rows if len(rows) == len(x) else x.index_copy(0, to_device(rows, x.device), new_rows)
-
-
-@final
-class _FewDraws:
-    """Rows with top_k, top_p or min_p, drawn among their FEW likeliest tokens.
-
-    If these are too few, which the host learns when it reads them, a row is drawn once more among all.
-    """
-
-    def __init__(self, heated: Tensor, limits: Sequence[Tensor], logits: Tensor, rows_in_step: list[int]) -> None:
-        """Draw tokens of C rows.
-
-        Args:
-            heated: (C, V) logits divided by the temperature, the largest 0.
-            limits: Random number, top_k, top_p and min_p, (C, 1) each.
-            logits: (R, V) of all rows of the step.
-            rows_in_step: Rows of `logits` that these are.
-        """
-        self._limits, self._rows_in_step = limits, rows_in_step
-        self.tokens, self.sure = _draw_among(heated, min(FEW, heated.shape[1]), *limits)
-        self._heated, self._logits = heated, logits
-
-    def redrawn(self, sure: list[bool]) -> dict[int, int]:
-        """Return new tokens of the rows with too few candidates, by row."""
-        # Rare: FEW tokens hold nearly all probability unless the temperature is high.
-        again = [number for number, is_sure in enumerate(sure) if not is_sure]
-        if not again:
-            return {}
-        limits = (_select_rows(limit, again) for limit in self._limits)
-        tokens, _ = _draw_among(_select_rows(self._heated, again), self._heated.shape[1], *limits)
-        return dict(zip((self._rows_in_step[number] for number in again), tokens.tolist(), strict=True))
-
-    def logprob(self, row: int, token: int) -> float:
-        """Return the model's log-probability of a token in a row."""
-        return float(self._logits[row].log_softmax(-1)[token])
 
 
 def _truncates(options: RequestOptions, vocab: int) -> bool:

@@ -104,21 +104,21 @@ Command = AddedPrompt | CancelledAnswers | EngineChange
 
 
 @dataclass(slots=True)
-class _SentAnswer:
-    """Growing answer, with the number of tokens already sent to the HTTP process."""
-
-    number: int
-    request: "_FollowedRequest"
-    tokens: int = 0
-
-
-@dataclass(slots=True)
 class _FollowedRequest:
     """Request that grows."""
 
     added: AddedPrompt
     request: ServedRequest
     cached_sent: bool = False
+
+
+@dataclass(slots=True)
+class _SentAnswer:
+    """Growing answer, with the number of tokens already sent to the HTTP process."""
+
+    number: int
+    request: _FollowedRequest
+    tokens: int = 0
 
 
 @final

@@ -103,7 +103,7 @@ class HttpServer:
         """Stop: take no more requests and end after the last one. A second call ends at once."""
         self._events.put("stop")
 
-    def _start_front(self) -> tuple["subprocess.Popen[bytes]", Channel]:
+    def _start_front(self) -> tuple[subprocess.Popen[bytes], Channel]:
         """Start the HTTP process with signals blocked, since a signal reaches a whole group of processes."""
         own_end, front_end = socket.socketpair()
         # Steps must not wait for a busy HTTP process, so several hundred may be under way.
@@ -169,7 +169,7 @@ class HttpServer:
         finally:
             self._events.put(last)
 
-    def _shut_down(self, front: "subprocess.Popen[bytes]", channel: Channel, thread: EngineThread) -> None:
+    def _shut_down(self, front: subprocess.Popen[bytes], channel: Channel, thread: EngineThread) -> None:
         # The HTTP process ends when its channel closes. The engine ends last, since it may be in a step.
         channel.close()
         try:

@@ -41,6 +41,44 @@ from meshwright.spec.plan.execution import HeadForm
 
 
 @final
+class _PreparedBlock:
+    def __init__(
+        self, block: FusedBlock, cache: PagedLayer, layers: Mapping[str, Sequence[tuple[Linear, int]]],
+        few: Callable[[int], bool],
+    ) -> None:  # fmt: skip
+        """Take the layers of each part with the column of its product at which each begins."""
+        self.block, self._cache, self._layers, self._few = block, cache, layers, few
+
+    def takes(self, x: Tensor, cache: PagedLayer) -> bool:
+        """Return whether a step's rows x (B, R, D) are few, and attended one by one over this cache."""
+        rows = None if cache.places is None else cache.places.rows
+        return (
+            rows is not None
+            and len(rows.last) == x.shape[1]
+            and self._few(x.shape[1])
+            and len(x) == 1
+            and cache is self._cache
+            and x.is_contiguous()
+        )
+
+    def adapter_fields(self, loops: Loops) -> Mapping[str, Sequence[Structure]] | None:
+        """Return what adapters of requests add, by part. None = loops cannot add all of it."""
+        fields_by_part: dict[str, list[Structure]] = {}
+        for part, layers in self._layers.items():
+            for layer, column in layers:
+                if layer.lora is None:
+                    continue
+                current = layer.lora.current if isinstance(layer.lora, LayerAdapters) else ()
+                fields = [product.fields(rows, column, loops) for product, rows in current]
+                usable = [field for field in fields if field is not None]
+                # All or nothing: a part that was added already cannot be added again by the slow way.
+                if not usable or len(usable) < len(fields):
+                    return None
+                fields_by_part.setdefault(part, []).extend(usable)
+        return fields_by_part
+
+
+@final
 class FusedBlocks:
     """Caller of one model's blocks (see BlockCall). Use like PreparedLayers."""
 
@@ -80,7 +118,7 @@ class FusedBlocks:
             self._step = places, FusedStep(metadata.cos, metadata.sin, places.slots, places.rows)
         return self._step[1]
 
-    def _prepare(self, block: Block, cache: PagedLayer) -> "_PreparedBlock | None":
+    def _prepare(self, block: Block, cache: PagedLayer) -> _PreparedBlock | None:
         attention, mlp = block.attention, block.mlp
         if type(attention) is not Attention or type(mlp) is not GatedMLP or not _is_plain(block, cache):
             return None
@@ -119,44 +157,6 @@ def _column_offsets(layers: Sequence[Linear]) -> list[tuple[Linear, int]]:
 
 def _is_few_int8(rows: int) -> bool:
     return rows <= INT8_ROWS
-
-
-@final
-class _PreparedBlock:
-    def __init__(
-        self, block: FusedBlock, cache: PagedLayer, layers: Mapping[str, Sequence[tuple[Linear, int]]],
-        few: Callable[[int], bool],
-    ) -> None:  # fmt: skip
-        """Take the layers of each part with the column of its product at which each begins."""
-        self.block, self._cache, self._layers, self._few = block, cache, layers, few
-
-    def takes(self, x: Tensor, cache: PagedLayer) -> bool:
-        """Return whether a step's rows x (B, R, D) are few, and attended one by one over this cache."""
-        rows = None if cache.places is None else cache.places.rows
-        return (
-            rows is not None
-            and len(rows.last) == x.shape[1]
-            and self._few(x.shape[1])
-            and len(x) == 1
-            and cache is self._cache
-            and x.is_contiguous()
-        )
-
-    def adapter_fields(self, loops: Loops) -> Mapping[str, Sequence[Structure]] | None:
-        """Return what adapters of requests add, by part. None = loops cannot add all of it."""
-        fields_by_part: dict[str, list[Structure]] = {}
-        for part, layers in self._layers.items():
-            for layer, column in layers:
-                if layer.lora is None:
-                    continue
-                current = layer.lora.current if isinstance(layer.lora, LayerAdapters) else ()
-                fields = [product.fields(rows, column, loops) for product, rows in current]
-                usable = [field for field in fields if field is not None]
-                # All or nothing: a part that was added already cannot be added again by the slow way.
-                if not usable or len(usable) < len(fields):
-                    return None
-                fields_by_part.setdefault(part, []).extend(usable)
-        return fields_by_part
 
 
 def _is_plain(block: Block, cache: PagedLayer) -> bool:

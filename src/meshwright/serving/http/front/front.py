@@ -221,7 +221,7 @@ class HttpFront:
         if engine.defect is not None:
             raise engine.defect
 
-    async def _serve(self, service: Service, engine: EngineLink, serving: "asyncio.Task[None]") -> None:
+    async def _serve(self, service: Service, engine: EngineLink, serving: asyncio.Task[None]) -> None:
         """Serve until the model cannot be opened, the engine's process is gone, or the server has drained."""
         await _wait_for_any(engine.opening_done.wait(), self._stop.wait(), engine.gone.wait(), serving)
         if engine.card is not None:

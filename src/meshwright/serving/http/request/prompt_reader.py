@@ -100,7 +100,7 @@ class PromptReader:
             raise bad_request(error.decode("utf-8", "replace")[:500], code="prompt_refused")
         return array("I", ids[0]).tolist()
 
-    def _thread_child(self) -> "subprocess.Popen[bytes]":
+    def _thread_child(self) -> subprocess.Popen[bytes]:
         """Return the child of this thread, started if none is alive."""
         # Each thread has a child of its own, so frames of two prompts cannot mix.
         child: subprocess.Popen[bytes] | None = getattr(self._local, "child", None)
@@ -109,7 +109,7 @@ class PromptReader:
             child = None
         return child or self._start()
 
-    def _start(self) -> "subprocess.Popen[bytes]":
+    def _start(self) -> subprocess.Popen[bytes]:
         try:
             child = subprocess.Popen(
                 [sys.executable, "-P", "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -127,7 +127,7 @@ class PromptReader:
             raise ApiError(503, "the process for prompts did not start", code="busy", retry_seconds=1)
         return child
 
-    def _end(self, child: "subprocess.Popen[bytes]") -> None:
+    def _end(self, child: subprocess.Popen[bytes]) -> None:
         self._children.discard(child)
         child.kill()
         for pipe in (child.stdin, child.stdout):
