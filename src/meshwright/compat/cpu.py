@@ -1,4 +1,4 @@
-"""What torch and Python have no names for on a CPU: 16-bit matrix units, the allocator, and oneDNN's fp32 products.
+"""CPU features that torch and Python have no names for: 16-bit matrix units, the allocator, oneDNN's fp32 products.
 
 torch's `mm` calls oneDNN when fp32 matrices may be rounded to bf16 inside
 (`torch.backends.mkldnn.matmul.fp32_precision`). oneDNN rounds them only where that is faster, with AMX. On other

@@ -47,7 +47,7 @@ def choose_within(groups: Sequence[Sequence[BitChoice]], budget: int) -> list[in
     choices = [0] * len(groups)
     remaining = budget - sum(group[0].bytes for group in groups)
     while True:
-        # greedy: the step that gains most per byte, wherever it is; steps may skip a choice
+        # Greedy: the step that gains most per byte, wherever it is. Steps may skip a choice.
         best: tuple[float, int, int] | None = None
         for number, group in enumerate(groups):
             current = group[choices[number]]

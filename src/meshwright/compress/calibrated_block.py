@@ -142,13 +142,13 @@ def quantize_block(
         PlanError: Weights or activations are not finite.
     """
     with text.block(layer, weights.items()):
-        # scales change the weights and the inputs of later matrices, so they come before any rounding
+        # Scales change the weights and the inputs of later matrices, so they come before any rounding.
         for target in list_folds(text.model.shape, layer, schemes):
             _scale(text, layer, target, schemes, stored)
         live = text.model.state_dict()
         matrices: dict[str, QuantizedMatrix] = {}
         records: dict[str, QuantizedLayer] = {}
-        # in the order of the forward pass: later matrices see the errors of those before them and absorb them
+        # In the order of the forward pass: later matrices see the errors of those before them and absorb them.
         for group in input_groups(schemes):
             wanted: Wanted = "products" if any(schemes[name].weighs_errors for name in group) else "sample"
             inputs = _inputs(text, layer, group[0], live[group[0]], wanted)
@@ -204,7 +204,7 @@ def _scale(text: BlockModel, layer: int, target: Fold, schemes: Mapping[str, Sch
         seen = inputs.statistics(index)
         matrices = [live[name].view(number, *live[name].shape[-2:])[index].float() for name in target.readers]
         kinds = [schemes[name] for name in target.readers]
-        # an expert that few tokens chose has no statistics to rely on
+        # An expert that few tokens chose has no statistics to rely on.
         if not seen.rows or not has_enough_rows(seen, number, first.shape[-1]):
             scales.append(torch.ones(first.shape[-1], device=first.device))
         elif inputs.wanted == "products":

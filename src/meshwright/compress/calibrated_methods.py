@@ -57,7 +57,7 @@ def quantize_columns(
     step, zero = scales.to(gram.dtype), None if zeros is None else zeros.to(gram.dtype)
     codes = torch.empty(wide.shape, dtype=torch.uint8 if scheme.packed else torch.int8, device=weight.device)
     size = wide.shape[1]
-    # later columns are updated block by block: one large product instead of a rank-1 update per column
+    # Later columns are updated block by block: one large product instead of a rank-1 update per column.
     for start in range(0, size, block):
         end = min(start + block, size)
         errors = torch.empty_like(wide[:, start:end])
@@ -65,7 +65,7 @@ def quantize_columns(
             weights = wide[:, column]
             grid = step[:, group[column]], None if zero is None else zero[:, group[column]]
             codes[:, column] = rounded = nearest_codes(scheme, weights, *grid)
-            # what this column lost, which later ones make up for as far as their inputs go along
+            # What this column lost, which later ones make up for as far as their inputs go along.
             error = (weights - numbers_of(scheme, rounded, *grid)) / order.factor[column, column]
             wide[:, column:end] -= error.unsqueeze(1) * order.factor[column, column:end]
             errors[:, column - start] = error
@@ -80,17 +80,17 @@ def order_columns(gram: Tensor) -> Order:
     """
     damped = gram.clone()
     diagonal = damped.diagonal()
-    # inputs that were always zero say nothing: their columns are kept apart from all others
+    # Inputs that were always zero say nothing: their columns are kept apart from all others.
     dead = diagonal <= 0
     damped[dead, :] = 0.0
     damped[:, dead] = 0.0
     usual = diagonal[~dead].mean() if not bool(dead.all()) else torch.ones((), dtype=gram.dtype, device=gram.device)
     diagonal[dead] = usual
-    # the most used inputs first, while most columns are left to absorb their errors
+    # The most used inputs first, while most columns are left to absorb their errors.
     columns = diagonal.masked_fill(dead, 0.0).argsort(descending=True, stable=True)
     damped = damped[columns][:, columns]
     damping = DAMPING * usual
-    # few rows make the products singular; more damping means less correction, but it works
+    # Few rows make the products singular. More damping means less correction, but it works.
     for _ in range(TURNS):
         damped.diagonal().add_(damping)
         lower, failed = torch.linalg.cholesky_ex(damped)
@@ -124,9 +124,9 @@ def clipped_scales(
         step = tried.float().unsqueeze(-1)
         codes = nearest_codes(scheme, runs, step, zero)
         wrong = numbers_of(scheme, codes, step, zero) - runs
-        # the error of the outputs, by the inputs' products within a group; between groups it is ignored
+        # The error of the outputs, by the inputs' products within a group. Between groups it is ignored.
         error = torch.einsum("ngk,gkl,ngl->ng", wrong, products, wrong)
-        # a share so small that its scale is zero in 16 bits is no choice
+        # A share so small that its scale is zero in 16 bits is no choice.
         better = (error < best) & (tried != 0)
         best = torch.where(better, error, best)
         clipped = torch.where(better, tried, clipped)
@@ -158,7 +158,7 @@ def quantize_calibrated(
     check_finite(name, wide)
     stack = wide.view(-1, *wide.shape[-2:])
     scales, zeros = scales_of(stack, scheme)
-    # before the long part: infinite weights would fail only after minutes
+    # Before the long part: infinite weights would fail only after minutes.
     check_scales(name, scheme, scales)
     all_codes, all_scales, rare = [], [], 0
     for number, matrix in enumerate(stack):

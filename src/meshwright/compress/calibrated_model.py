@@ -187,7 +187,7 @@ def calibrate(
     finished = FinishedBlocks(out)
     try:
         layers, resumed = _blocks(finished, original, model, batches, dtype, done)
-    # a refusal would come again, so what is finished is of no use; a killed run leaves its blocks to resume from
+    # A refusal would come again, so what is finished is of no use. A killed run leaves its blocks to resume from.
     except MeshwrightError:
         finished.remove()
         raise
@@ -203,7 +203,7 @@ def _blocks(
     text = BlockModel(shape, dtype, drop_padding_rows(batches))
     entry_names = ["embed.weight"] + ["positions.weight"] * (shape.positions == "learned")
     entry_weights = _read_named(original, model, entry_names)
-    # a stored block is used only if all it depends on is equal: the text, and all weights up to it
+    # A stored block is used only if all it depends on is equal: the text, and all weights up to it.
     fingerprint = Fingerprint((shape, str(dtype), str(model.dtype), torch.__version__))
     for batch in text.batches:
         read = {"tokens": batch.tokens, "positions": batch.positions, "documents": batch.documents}
@@ -220,7 +220,7 @@ def _blocks(
         if block is None:
             block = quantize_block(text, number, weights, schemes, model.dtype)
             finished.save(number, key, block)
-        # the next block is calibrated on outputs of the quantized one, as it will run
+        # The next block is calibrated on outputs of the quantized one, as it will run.
         advance(text, number, block.parts)
         layers += block.layers
         done(number + 1, shape.layers)
@@ -264,7 +264,7 @@ def _group_by_layer(
     for name in names:
         if (layer := layer_number(name)) is not None:
             layer_names.setdefault(layer, []).append(name)
-    # files may hold tensors in another order than layers: at most what is out of order waits
+    # Files may hold tensors in another order than layers: at most what is out of order waits.
     waiting: dict[str, Tensor] = {}
     number = 0
     for name, tensor in weights:

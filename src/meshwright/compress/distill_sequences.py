@@ -102,7 +102,7 @@ class Answerer:
         """
         if out.exists():
             raise DataError(f"{out} is there already: name another file")
-        # the file is named by the process, so two writers never share one
+        # The file is named by the process, so two writers never share one.
         fresh, written, left_out = out.with_name(f".{out.name}.{os.getpid()}"), 0, 0
         try:
             with fresh.open("w", encoding="utf-8") as file:
@@ -110,7 +110,7 @@ class Answerer:
                 while batch := list(islice(asked, AT_ONCE)):
                     for question, prompt, generation in self._answered(batch, how, written + left_out):
                         answer = self._ended(prompt, generation)
-                        # an answer that was cut off would teach the student not to end
+                        # An answer that was cut off would teach the student not to end.
                         if not answer.strip():
                             left_out += 1
                             continue

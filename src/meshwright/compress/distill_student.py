@@ -61,12 +61,12 @@ def student_of_layers(teacher: Path, wanted: int) -> Path:
     source = open_teacher(teacher)
     layers = spread_layers(source.shape.layers, wanted)
     shape = shape_of_layers(source.shape, layers)
-    # the name says teacher, layers and format: another of any is another student
+    # The name says teacher, layers and format: another of any is another student.
     digest = hashlib.blake2b(repr((_FORMAT, source.fingerprint(), layers)).encode(), digest_size=8).hexdigest()
     out = default_root() / "students" / digest / shape.name
     if out.is_dir():
         return out
-    # written once into the cache; a later run starts at once
+    # Written once into the cache. A later run starts at once.
     dtype, chat = _dtype(source), source.hub.chat_template if source.hub else None
     with report_in_one_line(out):
         out.parent.mkdir(parents=True, exist_ok=True)

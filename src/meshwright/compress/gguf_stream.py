@@ -144,7 +144,7 @@ def _encode_checked(
     raw = torch.empty(len(rows), planned.kind.num_bytes((1, columns)), dtype=torch.uint8)
     wrong = whole = 0.0
     at_once = max(1, CHECKED // columns)
-    # fp32 copies of a whole embedding would double the memory of the process
+    # fp32 copies of a whole embedding would double the memory of the process.
     for part, into in zip(rows.split(at_once), raw.split(at_once), strict=True):
         if not bool(part.isfinite().all()):
             raise PlanError(f"{name} cannot be written: it has weights that are infinite or NaN")

@@ -46,7 +46,7 @@ def awq_scales(
             total = total + ((wrong @ gram) * wrong).sum()
         return total
 
-    # columns with large inputs count most: larger weights there make their rounding errors smaller
+    # Columns with large inputs count most: larger weights there make their rounding errors smaller.
     strength = tied(mean).clamp(min=1e-8)
     return _best([_centred(strength**a) for a in _exponents()], error)
 
@@ -70,7 +70,7 @@ def smooth_scales(
 
     strength = tied(peaks).clamp(min=1e-5)
     tried = [_centred(strength**a / largest ** (1 - a)) for a in _exponents()]
-    # no scale at all is a candidate, too, so the result is never worse
+    # No scale at all is a candidate, too, so the result is never worse.
     return _best([torch.ones_like(strength), *tried], error)
 
 
@@ -149,7 +149,7 @@ def _every_fold(shape: ModelShape, layer: str, routed: bool) -> Iterator[Fold]:
     mla = shape.mla
     first = ("q", "k", "v") if mla is None else ("q_down" if mla.q_rank else "q", "kv_down")
     yield Fold(source=layer + "attention_norm", readers=tuple(f"{attention}{leaf}.weight" for leaf in first))
-    # values go through attention unchanged, so a scale of "o" can move into "v"; query and key scales cannot
+    # Values go through attention unchanged, so a scale of "o" can move into "v". Query and key scales cannot.
     if mla is None:
         heads = shape.kv_heads, shape.heads // shape.kv_heads
         yield Fold(source=attention + "v", readers=(attention + "o.weight",), heads=heads)
@@ -160,7 +160,7 @@ def _every_fold(shape: ModelShape, layer: str, routed: bool) -> Iterator[Fold]:
     if not routed:
         leaves = ("gate", "up") if gated else ("up",)
         yield Fold(source=layer + "mlp_norm", readers=tuple(f"{mlp}{leaf}.weight" for leaf in leaves))
-    # a gated product is linear in "up", so its scale moves there; behind a GELU it cannot
+    # A gated product is linear in "up", so its scale moves there. Behind a GELU it cannot.
     if gated and routed:
         yield Fold(source=mlp + "experts.up", readers=(mlp + "experts.down",))
         yield Fold(source=mlp + "shared.up", readers=(mlp + "shared.down.weight",))

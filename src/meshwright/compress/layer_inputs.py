@@ -35,7 +35,7 @@ def observe_inputs(model: Transformer, names: Iterable[str], seen: InputCallback
             module = model.get_submodule(where)
             if isinstance(module, Linear):
                 hooks.append(module.register_forward_pre_hook(_hook(name, seen)))
-            # experts have no module of their own each: their products pass through one kernel
+            # Experts have no module of their own each: their products pass through one kernel.
             elif isinstance(module, Experts):
                 kernels.setdefault(where, module.kernels)
                 watched = partial(_expert_linear, module, where, wanted, seen, kernels[where].expert_linear)
@@ -97,7 +97,7 @@ def outlier_columns(peaks: Mapping[str, Tensor], threshold: float) -> dict[str, 
     outliers = {}
     for name, peak in peaks.items():
         usual = peak.median()
-        # more than half of the columns may be dead
+        # More than half of the columns may be dead.
         usual = peak.mean() if usual == 0 else usual
         columns = (peak > threshold * usual).nonzero().squeeze(1)
         most = int(len(peak) * MOST)

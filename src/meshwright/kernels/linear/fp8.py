@@ -96,6 +96,7 @@ def narrow_columns(x: Tensor | Narrow, prefer: str = "auto") -> Narrow:
     """Round the columns of x (N, C) to (C, N), padded with zeros to a multiple over which products can add."""
     if isinstance(x, Narrow):
         return x
+    # Rows become the inner dimension, which tensor cores take in multiples. Zeros add nothing to a sum.
     missing_rows = -len(x) % MULTIPLE
     if x.stride(-1) == 1 and in_one_kernel(x, prefer):
         from meshwright.kernels.triton import row_rounding

@@ -382,7 +382,7 @@ class _Chunks:
         # The reduction works in place, and the part's own maximum is needed below.
         highest = parts.largest(peak.clone())
         mine = (targets >= parts.first) & (targets < parts.first + parts.number)
-        # the same sums as in `_chunk`: one device of the group may have a kernel and another not
+        # The same sums as in `_chunk`: one device of the group may have a kernel and another not.
         local_sums = [total * (peak - highest).exp(), (target_logits - highest) * mine]
         local_sums += [plain - highest * parts.number] if smoothing else []
         total, target_logits, *rest = parts.total(torch.stack(local_sums)).unbind(0)
