@@ -17,7 +17,7 @@ from meshwright.kernels.loss.cross_entropy import IGNORED, HeadMatrix, Vocabular
 from meshwright.kernels.loss.linear_divergence import Divergence, TeacherHead
 from meshwright.model.transformer import build
 from meshwright.spec import ModelShape
-from meshwright.spec.memory.buffers import PADDED_TO, ROW_BYTES, padded_columns
+from meshwright.spec.memory.held import PADDED_TO, ROW_BYTES, padded_columns
 from tests.counting import Operations
 from tests.kernels.exactness import SINGLE, assert_not_worse, assert_single, outcome, tensors
 

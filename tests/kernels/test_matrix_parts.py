@@ -17,7 +17,7 @@ from meshwright.spec import presets
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 from meshwright.spec.model.shape import ModelShape, MoEShape
-from meshwright.spec.rules.quantized_weights import learnable
+from meshwright.spec.rules.passes import learnable
 from meshwright.spec.weights.boxes import Box, CodesCut, boxes_of, rounded_matrices, shared_scales
 from meshwright.spec.weights.inventory import Parameter
 

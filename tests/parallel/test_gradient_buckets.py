@@ -13,8 +13,8 @@ from meshwright.parallel.axes.data import Bucket, replicate
 from meshwright.parallel.groups.mesh import make_mesh
 from meshwright.planner.time.collectives import traffic
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
-from meshwright.spec.memory import buffers
-from meshwright.spec.memory.buffers import bucket_counts
+from meshwright.spec.memory import held
+from meshwright.spec.memory.held import bucket_counts
 from meshwright.spec.model.shape import LoRAShape
 
 DENSE = ModelShape(vocab=64, layers=5, hidden=32, heads=4, kv_heads=2, ffn=64, max_positions=64)
@@ -34,7 +34,7 @@ SHAPES = {
 def test_a_bucket_is_full_from_its_bytes_on(
     monkeypatch: pytest.MonkeyPatch, sizes: list[int], counts: list[int]
 ) -> None:
-    monkeypatch.setattr(buffers, "BUCKET_BYTES", 8)
+    monkeypatch.setattr(held, "BUCKET_BYTES", 8)
     assert bucket_counts(sizes) == counts
 
 
@@ -62,7 +62,7 @@ def test_the_planner_counts_the_buckets_of_the_engine(
 ) -> None:
     """Calls and bytes. Every parameter that learns is in one bucket, and all but the last of a group are full."""
     shape, layout = SHAPES[name], Layout(compile="off", **degrees)
-    monkeypatch.setattr(buffers, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(held, "BUCKET_BYTES", bucket_bytes)
     buckets = buckets_of(shape, layout)
     sizes = [(bucket.group.axis, sum(p.numel() for p in bucket.parameters) * 4) for bucket in buckets]
     assert len({p for bucket in buckets for p in bucket.parameters}) == sum(

@@ -18,7 +18,7 @@ from meshwright.planner.machine.overheads import fit_overheads
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.cluster import Device
-from meshwright.spec.memory import buffers
+from meshwright.spec.memory import held
 from meshwright.verbs.main import main
 
 GFLOP, GB = 1e9, 1e9
@@ -121,7 +121,7 @@ def test_what_is_not_hidden_of_gradients_is_a_reduction_of_each_bucket(monkeypat
     laid = plan(measured, dp_replicate=2)
     time = measured.estimator(laid).predict(laid).time
     assert time.gradients_s == pytest.approx(1e-3)
-    monkeypatch.setattr(buffers, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(held, "BUCKET_BYTES", 1)
     assert measured.estimator(laid).predict(laid).time.gradients_s == pytest.approx(4e-3)
 
 

@@ -19,7 +19,7 @@ from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.model.quantization_schemes import PIECE, SCHEMES
 from meshwright.spec.model.shape import MoEShape
-from meshwright.spec.rules.quantized_weights import learnable
+from meshwright.spec.rules.passes import learnable
 from tests.training.distilling import ROUTED
 from tests.training.running import SHAPE
 

@@ -23,7 +23,7 @@ from meshwright.spec.layout.layout import OFFLOADED, RECOMPUTE
 from meshwright.spec.layout.schedule import NAMES, V_PLACED, refusal
 from meshwright.spec.model.shape import LoRAShape, MoEShape
 from meshwright.spec.model.unbuilt_parts import LinearAttention, UnbuiltParts
-from meshwright.spec.rules.compilation import keeps_no_norms
+from meshwright.spec.rules.passes import keeps_no_norms
 from meshwright.stacks.trainers.nanotron import NANOTRON
 
 LOOKED_AT = Layout(compile="on", cuda_graphs="off")

@@ -9,7 +9,7 @@ from meshwright.planfile import dump, read
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan.plan import Data, MixtureSource
-from meshwright.spec.rules.objectives import teacher_layout
+from meshwright.spec.rules.legal import teacher_layout
 
 TEACHER, STUDENT = presets.model("llama-10m"), presets.model("llama-tiny")
 SAME = replace(STUDENT, vocab=TEACHER.vocab)

@@ -28,7 +28,7 @@ from meshwright.spec import Layout, ModelShape, Plan
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.spec.model.shape import LoRAShape
-from meshwright.spec.rules.quantized_weights import learnable
+from meshwright.spec.rules.passes import learnable
 from meshwright.training import loop
 from meshwright.verbs.export.answer import write_directory
 from tests.training.distilling import ROUTED, student_plan, taught

@@ -21,7 +21,7 @@ from meshwright.serving.engine.cache.paged_cache import PagedCache
 from meshwright.serving.engine.serving_engine import sample_answers
 from meshwright.spec import Layout, MLAShape, Plan
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.memory.buffers import BLOCK, SPARE, at_once, cache_bytes
+from meshwright.spec.memory.held import SAMPLING_BLOCK, SPARE_BLOCKS, at_once, cache_bytes
 from meshwright.training import loop
 from meshwright.training.objectives.objectives import Gap, OnPolicy, find_gaps, write_answers
 from meshwright.training.step.batches import Batch, Share, to_batch
@@ -155,9 +155,9 @@ def test_the_cache_is_counted_as_it_is_made(teacher: Path, tmp_path: Path, laten
     asked = _asked(teacher, tmp_path / "run")
     mla = MLAShape(q_rank=0, kv_rank=10, nope_dim=6, rope_dim=4, v_dim=5)
     shape = replace(STUDENT, mla=mla, kv_heads=STUDENT.heads, head_dim=10) if latent else STUDENT
-    blocks = at_once(asked.recipe, asked.layout) * -(-asked.recipe.sequence // BLOCK)
-    made = PagedCache(build(shape), blocks, BLOCK)
-    assert made.number + SPARE == blocks + 2
+    blocks = at_once(asked.recipe, asked.layout) * -(-asked.recipe.sequence // SAMPLING_BLOCK)
+    made = PagedCache(build(shape), blocks, SAMPLING_BLOCK)
+    assert made.number + SPARE_BLOCKS == blocks + 2
     assert made.bytes == cache_bytes(shape, asked.recipe, asked.layout, 4)
 
 

@@ -24,8 +24,7 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.layout.layout import Layout, place_of
 from meshwright.spec.layout.schedule import schedule
-from meshwright.spec.memory.buffers import cache_bytes
-from meshwright.spec.memory.held import WIDTHS, written_bytes
+from meshwright.spec.memory.held import WIDTHS, cache_bytes, written_bytes
 from meshwright.spec.recipe.recipe import most_answers
 from meshwright.store.saver import Staging, copied_bytes
 from meshwright.training.loop import new_state

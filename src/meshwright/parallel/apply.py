@@ -41,8 +41,8 @@ from meshwright.spec.memory.held import list_held as held_by
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.recipe.recipe import NO_SCHEME
-from meshwright.spec.rules.compilation import can_be_compiled, experts_stay_apart
 from meshwright.spec.rules.legal import shares_tied_ends
+from meshwright.spec.rules.passes import can_be_compiled, experts_stay_apart
 from meshwright.spec.weights.boxes import Box, CodesCut, boxes, shared_scales
 from meshwright.spec.weights.inventory import parameters
 

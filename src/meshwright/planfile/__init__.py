@@ -7,7 +7,7 @@ reading   words -> Plan
 writing   Plan -> file, the commented file of `init`, the JSON Schema
 """
 
-from meshwright.planfile.paths import absolute, without_folders
+from meshwright.planfile.keys import absolute, without_folders
 from meshwright.planfile.reading import read
 from meshwright.planfile.writing import commented, content, dump, schema, write
 

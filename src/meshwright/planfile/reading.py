@@ -25,10 +25,10 @@ from meshwright.planfile.keys import (
     note_ignored_lengths,
     part_of,
     resolve_lengths,
+    resolve_paths,
     sections,
     suggestion,
 )
-from meshwright.planfile.paths import resolve_paths
 from meshwright.planfile.text import MAY_BE_MIXED, OVERRIDE, Node, mixture_of, parse_file, parse_override, shown
 from meshwright.spec import presets
 from meshwright.spec.errors import MeshwrightError, PlanError, argument
@@ -107,7 +107,7 @@ def read(
 ) -> Plan:
     """Read a plan file (None: the default plan) and apply `key=value` overrides in order. Overrides win.
 
-    Relative paths in the file start at the file's folder, those of overrides at the current folder (planfile/paths.py).
+    Relative paths in the file start at the file's folder, those of overrides at the current folder (planfile/keys.py).
     `layout.dp_shard=auto` (or dp_replicate) becomes the number that `processes` leave for it. `Plan.check` decides
     whether the plan can run.
 

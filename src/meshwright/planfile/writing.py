@@ -15,8 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from meshwright.planfile.keys import MODELS, MOVED, SHORTHAND, STARTS_FROM, join, part_of, sections
-from meshwright.planfile.paths import relocate_paths
+from meshwright.planfile.keys import MODELS, MOVED, SHORTHAND, STARTS_FROM, join, part_of, relocate_paths, sections
 from meshwright.planfile.reading import AUTO, DEFAULT_MODEL, MAY_BE_AUTO
 from meshwright.planfile.text import WEIGHTED
 from meshwright.spec import presets

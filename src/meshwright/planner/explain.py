@@ -39,7 +39,7 @@ from meshwright.spec.layout.layout import Layout
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import SAMPLES, Plan, as_document
 from meshwright.spec.rules.legal import divisors
-from meshwright.spec.rules.quantized_weights import holds_codes
+from meshwright.spec.rules.passes import holds_codes
 from meshwright.spec.units import GIB, count, duration, gib, many, short_gib, step_time
 
 SHOWN = 3

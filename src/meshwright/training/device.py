@@ -26,8 +26,7 @@ from meshwright.spec.layout.cluster import Cluster, Device
 from meshwright.spec.plan.execution import LEAST_POSITIONS, attention_call
 from meshwright.spec.presets import device as device_preset
 from meshwright.spec.presets import device_names
-from meshwright.spec.rules.compilation import leaves_compiler_out
-from meshwright.spec.rules.quantized_weights import holds_codes
+from meshwright.spec.rules.passes import holds_codes, leaves_compiler_out
 from meshwright.spec.units import GIB
 from meshwright.training.optimizer.precision import DTYPES, reduce_dtype
 

@@ -29,7 +29,7 @@ from meshwright.parallel.groups.group import Counts, Group, broadcast_object
 from meshwright.spec import Plan, num_parameters
 from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.recipe.recipe import DataRead
-from meshwright.spec.rules.compilation import can_be_compiled
+from meshwright.spec.rules.passes import can_be_compiled
 from meshwright.spec.units import many
 from meshwright.spec.weights.inventory import token_flop
 from meshwright.training import device as devices

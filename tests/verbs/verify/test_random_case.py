@@ -15,7 +15,7 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.schedule import NAMES
 from meshwright.spec.model.shape import ModelShape, MoEShape
 from meshwright.spec.recipe.recipe import NO_SCHEME
-from meshwright.spec.rules.quantized_weights import holds_codes, shares_codes
+from meshwright.spec.rules.passes import holds_codes, shares_codes
 from meshwright.verbs.verify.cases import DrawnCase, format_case, parse_case, random_case, settings_of, violations
 from meshwright.verbs.verify.random_run import shrink_case
 

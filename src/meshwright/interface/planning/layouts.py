@@ -18,7 +18,7 @@ from meshwright.spec.errors import ArgumentError, IllegalLayout, argument
 from meshwright.spec.layout.layout import RECOMPUTE, check_word
 from meshwright.spec.layout.schedule import NAMES
 from meshwright.spec.presets import suggest
-from meshwright.spec.rules.compilation import CAPTURED, policies
+from meshwright.spec.rules.passes import CAPTURED, policies
 from meshwright.spec.units import count, gib, many
 
 if TYPE_CHECKING:

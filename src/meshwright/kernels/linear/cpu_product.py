@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.compat import cpu
 from meshwright.kernels.chooser import device_kind, simulated_kind
-from meshwright.spec.memory.buffers import ADDED_AT_ONCE
+from meshwright.spec.memory.held import ADDED_AT_ONCE
 
 LEAST = 2**20
 """Multiplications from which oneDNN is faster: a call costs some 10 microseconds more."""

@@ -6,7 +6,7 @@ reductions of a `Vocabulary` combine the chunk's partial sums.
 Products are the library's. One kernel turns a chunk's logits into their gradients in place: in Triton on a GPU
 (triton/logit_rows.py), in C on a CPU (c/training_rows.py), else plain code.
 
-A number of head rows V may not suit a GPU's matrix units (spec/memory/buffers.py). Logits (R, V) and their gradients
+A number of head rows V may not suit a GPU's matrix units (spec/memory/held.py). Logits (R, V) and their gradients
 are then stored as (R, W), W the next multiple of 128, and the gradient of the head as (W, D): all rows are aligned. The
 head itself is not moved, since a parameter may be a shard, a gathered buffer or a part of another rank's. Only its last
 rows, fewer than 128, are copied to a block of 128 that zeros fill up. No loss reads past V, and no gradient of the
@@ -29,8 +29,7 @@ from meshwright.kernels.c import training_rows
 from meshwright.kernels.chooser import device_kind, simulated_kind, uses_triton
 from meshwright.kernels.linear import cpu_product
 from meshwright.kernels.linear.linear import product_dtype
-from meshwright.spec.memory.buffers import CHUNK_BYTES, PADDED_TO, padded_columns
-from meshwright.spec.memory.held import takes
+from meshwright.spec.memory.held import CHUNK_BYTES, PADDED_TO, padded_columns, takes
 
 PADDING_DEVICES = {"cuda"}
 """Kinds of devices that pad rows. A CPU's products take any width at the same speed."""

@@ -36,7 +36,7 @@ from meshwright.planner.step.predict import predict
 from meshwright.spec import Plan
 from meshwright.spec.layout.layout import check_ranks, pipeline_ranks, place_of
 from meshwright.spec.memory.held import HeldParameter, list_held, takes
-from meshwright.spec.rules.compilation import compiles_blocks, is_lowered
+from meshwright.spec.rules.passes import compiles_blocks, is_lowered
 from meshwright.spec.weights.boxes import Box, StateStorage
 from meshwright.store.saver import Piece, piece
 from meshwright.training.device import resident_peak_bytes

@@ -27,7 +27,7 @@ from meshwright.spec.memory.held import shards_are_masters
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.spec.model.shape import NO_TARGETS, SAME_BASE, LoRAShape, ModelShape, MoEShape
 from meshwright.spec.recipe.recipe import CROSS_ENTROPY, DISTILL, NO_SCHEME, Recipe
-from meshwright.spec.rules.objectives import teacher_layout
+from meshwright.spec.rules.legal import teacher_layout
 from meshwright.spec.weights.boxes import Box
 from meshwright.training.objectives.objectives import Distillation
 from meshwright.training.objectives.teacher import lay_out, place_beside

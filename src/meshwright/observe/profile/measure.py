@@ -46,7 +46,7 @@ from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import DoesNotFit, PlanError, RunError
 from meshwright.spec.presets import device, device_names
-from meshwright.spec.rules.compilation import can_be_compiled
+from meshwright.spec.rules.passes import can_be_compiled
 from meshwright.spec.units import many
 from meshwright.spec.weights.inventory import token_flop
 from meshwright.training import device as devices

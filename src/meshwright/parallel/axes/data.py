@@ -20,7 +20,7 @@ between replicas is reported by a hook, once it has begun.
 
 Stage 0 holds every parameter, and sums gradients over the ranks once a step.
 A bucket is a block; embedding, and norm with head, are one each. Without a pipeline small neighbours form one bucket
-(spec/memory/buffers.py); with one, a rank holds several models. Micro-batches are added up in one buffer for
+(spec/memory/held.py); with one, a rank holds several models. Micro-batches are added up in one buffer for
 each bucket, of which the gradients are views. When the last backward pass has made the last gradient of a bucket, its
 all-reduce begins, in place, while the backward pass goes on (Li et al. 2020, arXiv:2006.15704).
 
@@ -57,8 +57,7 @@ from meshwright.model.layers import Linear
 from meshwright.model.quantized_weights import QuantizedWeight, is_run
 from meshwright.parallel.groups.group import Group, Pending
 from meshwright.parallel.groups.mesh import Mesh, device_mesh
-from meshwright.spec.memory.buffers import bucket_counts
-from meshwright.spec.memory.held import takes
+from meshwright.spec.memory.held import bucket_counts, takes
 from meshwright.spec.weights.boxes import Box, shard, sharded_dim
 
 FIRST, LAST = ("embed", "positions"), ("norm", "head")

@@ -19,8 +19,7 @@ from meshwright.parallel.groups.group import Group, gather_objects
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.layout import Layout, Recompute
 from meshwright.spec.model.shape import ModelShape
-from meshwright.spec.rules.compilation import keeps_no_norms
-from meshwright.spec.rules.quantized_weights import holds_codes
+from meshwright.spec.rules.passes import holds_codes, keeps_no_norms
 
 VARIANTS = 64
 """Kinds of calls that a block may be compiled for: training, evaluation, packed, plain, windows, numbers of rows.

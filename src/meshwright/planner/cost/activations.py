@@ -18,8 +18,8 @@ from meshwright.planner.cost.micro_batch import MASK_BYTES, HeadWidths, LocalSha
 from meshwright.planner.cost.stack import TUNING_BYTES
 from meshwright.planner.cost.states import largest_weight
 from meshwright.planner.cost.work import KeptBytes
-from meshwright.spec.memory.buffers import ADDED_AT_ONCE, padded_columns
-from meshwright.spec.rules.quantized_weights import holds_codes
+from meshwright.spec.memory.held import ADDED_AT_ONCE, padded_columns
+from meshwright.spec.rules.passes import holds_codes
 
 INDEX_BYTES = 8
 """Bytes of an int64 index."""

@@ -70,7 +70,7 @@ class LayerWork:
     keeps_norms: bool = True
     """Outputs of norms are kept if nothing is recomputed.
 
-    Compiled code recomputes them (spec/rules/compilation.py).
+    Compiled code recomputes them (spec/rules/passes.py).
     """
 
     @property

@@ -19,7 +19,7 @@ from meshwright.planner.cost.speeds import LinkCurves
 from meshwright.planner.cost.work import NO_EXCHANGES, Collective, Exchange, Exchanges, LayerOperation, MemoryPass, Work
 from meshwright.spec.layout.cluster import Cluster
 from meshwright.spec.recipe.recipe import most_answers
-from meshwright.spec.rules.quantized_weights import holds_codes
+from meshwright.spec.rules.passes import holds_codes
 
 SWITCHES: dict[str, dict[str, float]] = {
     "H": {"link_share": 0.81, "switch_from": 5, "switch_share": 0.59},

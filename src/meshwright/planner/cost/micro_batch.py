@@ -13,7 +13,7 @@ from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.model.unbuilt_parts import LinearAttention
 from meshwright.spec.recipe.recipe import NO_SCHEME
-from meshwright.spec.rules.compilation import compiles_blocks, is_lowered, keeps_no_norms
+from meshwright.spec.rules.passes import compiles_blocks, is_lowered, keeps_no_norms
 
 MASK_BYTES = 1
 """Bytes per element of a dropout mask."""
@@ -61,7 +61,7 @@ class LocalShape:
     keeps_norms: bool = True
     """Blocks without recomputation keep the outputs of norms."""
     lowered: bool = False
-    """Compiled blocks on a GPU without communication (spec/rules/compilation.py).
+    """Compiled blocks on a GPU without communication (spec/rules/passes.py).
 
     Their code recomputes whatever a few passes over kept tensors can produce, and has its own backward pass.
     """

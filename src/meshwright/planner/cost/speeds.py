@@ -22,7 +22,7 @@ from meshwright.planner.cost.work import MemoryPass, Work
 from meshwright.planner.kernels.fitted_kernel import LONG, Kernel, RateGrid, core_us, kernel_of, product_us
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
 from meshwright.spec.layout.cluster import Device
-from meshwright.spec.memory.buffers import is_aligned
+from meshwright.spec.memory.held import is_aligned
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.execution import HOPPER as ATTENTION
 from meshwright.spec.plan.execution import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from meshwright.spec.layout.layout import Layout
-from meshwright.spec.memory.buffers import CHUNK_BYTES
+from meshwright.spec.memory.held import CHUNK_BYTES
 
 TUNING_BYTES = 60 * 2**20
 """Buffer that flushes an H200's L2 cache while the first call of a compiled kernel is tuned."""

@@ -14,7 +14,7 @@ from meshwright.planner.cost.stack import Stack
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.memory.held import COUNTER_BYTES, WIDTHS, gradient_bytes, master_bytes, shards_are_masters
 from meshwright.spec.model.shape import ModelShape
-from meshwright.spec.rules.quantized_weights import shares_codes
+from meshwright.spec.rules.passes import shares_codes
 from meshwright.spec.weights.boxes import (
     FP32_STATES,
     MomentFormat,

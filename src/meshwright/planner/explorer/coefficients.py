@@ -65,7 +65,7 @@ class Degrees:
     def every(self) -> "tuple[Degrees, ...]":
         """These degrees, also with context parallelism, and if no other axis cuts a layer, with a pipeline.
 
-        Compiled blocks of one device are counted in another way (spec/rules/compilation.py).
+        Compiled blocks of one device are counted in another way (spec/rules/passes.py).
         """
         pipelined = (replace(self, pp=2),) if self.tp == self.ep == 1 else ()
         return self, replace(self, cp=2), *pipelined

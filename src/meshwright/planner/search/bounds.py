@@ -38,8 +38,7 @@ from meshwright.spec.layout.layout import Layout, Recompute
 from meshwright.spec.layout.schedule import SPLIT, ranges, stage_layers, stages_of_ranks
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import Plan
-from meshwright.spec.rules.compilation import compiles_blocks, keeps_no_norms
-from meshwright.spec.rules.quantized_weights import shares_codes
+from meshwright.spec.rules.passes import compiles_blocks, keeps_no_norms, shares_codes
 
 Split = tuple[int, int, int]
 FIRST = 2

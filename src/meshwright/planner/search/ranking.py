@@ -42,7 +42,7 @@ from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.plan.plan import Plan
-from meshwright.spec.rules.compilation import explain_auto_off
+from meshwright.spec.rules.passes import explain_auto_off
 
 LISTED = 20
 """Layouts listed by default."""

@@ -15,9 +15,8 @@ from meshwright.spec.layout.schedule import KINDS, V_PLACED, refusal, stage_numb
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import Plan
 from meshwright.spec.recipe.recipe import Recipe
-from meshwright.spec.rules.compilation import CAPTURED
-from meshwright.spec.rules.legal import divisors, layout_violations
-from meshwright.spec.rules.objectives import SAMPLES_UNDER
+from meshwright.spec.rules.legal import SAMPLES_UNDER, divisors, layout_violations
+from meshwright.spec.rules.passes import CAPTURED
 
 Fixed = dict[str, tuple[Any, ...]]
 """Values allowed for a field of Layout (or dp). An absent field is free."""

@@ -34,7 +34,7 @@ from meshwright.planner.time.timeline import StepTime
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import Plan
-from meshwright.spec.rules.compilation import can_be_compiled, explain_auto_off, hindrances, leaves_compiler_out
+from meshwright.spec.rules.passes import can_be_compiled, explain_auto_off, hindrances, leaves_compiler_out
 from meshwright.spec.units import short_gib, step_time
 from meshwright.spec.weights.inventory import num_active_parameters, token_flop
 

@@ -25,13 +25,11 @@ from meshwright.planner.time.timeline import UNKNOWN, Edges, StepTime, busy_s, l
 from meshwright.spec.layout.cluster import Device
 from meshwright.spec.layout.layout import Layout, layers_of_stages, own_stages
 from meshwright.spec.layout.schedule import stages_of_ranks
-from meshwright.spec.memory.buffers import CHUNK_BYTES, cache_bytes
-from meshwright.spec.memory.held import WIDTHS, adds_gradients
+from meshwright.spec.memory.held import CHUNK_BYTES, WIDTHS, adds_gradients, cache_bytes
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.recipe.recipe import CROSS_ENTROPY, NO_SCHEME, Recipe
-from meshwright.spec.rules.compilation import can_be_compiled
-from meshwright.spec.rules.objectives import teacher_layout
-from meshwright.spec.rules.quantized_weights import shares_codes
+from meshwright.spec.rules.legal import teacher_layout
+from meshwright.spec.rules.passes import can_be_compiled, shares_codes
 
 KEPT = 1000
 """Most layouts, apart from their data parallelism, whose stages stay cached."""

@@ -23,11 +23,10 @@ from meshwright.planner.cost.work import Exchange
 from meshwright.planner.time.update_passes import matrix_traffic
 from meshwright.spec.layout.layout import Layout, layers_of_stages, own_stages, pipeline_ranks
 from meshwright.spec.layout.schedule import stage_rank
-from meshwright.spec.memory.buffers import bucket_counts
-from meshwright.spec.memory.held import WIDTHS, list_common, list_held
+from meshwright.spec.memory.held import WIDTHS, bucket_counts, list_common, list_held
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import Plan
-from meshwright.spec.rules.quantized_weights import shares_codes
+from meshwright.spec.rules.passes import shares_codes
 from meshwright.spec.weights.boxes import sharded_dim, share_bytes
 
 

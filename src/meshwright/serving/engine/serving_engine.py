@@ -28,7 +28,7 @@ from meshwright.serving.engine.served_request import Decode, ServedAnswer, Serve
 from meshwright.serving.engine.speculation import GuessCounts, Guesser
 from meshwright.serving.engine.step_loop import DraftModel, StepLoop
 from meshwright.spec.errors import ArgumentError, argument
-from meshwright.spec.memory.buffers import BLOCK, MOST_BYTES
+from meshwright.spec.memory.held import MOST_CACHE_BYTES, SAMPLING_BLOCK
 
 SCORED_ROWS = 256
 """Positions whose logits are in memory at once."""
@@ -327,7 +327,7 @@ def sample_answers(
         at_once: Answers that are generated together.
     """
     options = EngineOptions(
-        cache_bytes=MOST_BYTES, copies_bytes=0, block=BLOCK, most_sequences=at_once,
+        cache_bytes=MOST_CACHE_BYTES, copies_bytes=0, block=SAMPLING_BLOCK, most_sequences=at_once,
         most_tokens=max(512, at_once + 1), longest=longest, warm_start=False,
     )  # fmt: skip
     with torch.no_grad():

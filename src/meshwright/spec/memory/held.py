@@ -1,4 +1,4 @@
-"""Memory of a rank for parameters, gradients and optimizer states, counted from shape, layout and precision alone.
+"""Memory of a rank: parameters, gradients and optimizer states, counted by shape, layout and precision; buffer sizes.
 
 Two moments of a step are counted. "step" is between two micro-batches (under a pipeline: before the first stage's
 gradients are reduced). "update" is when the optimizer runs, after all reductions:
@@ -22,9 +22,11 @@ Gradients of 16-bit weights are 4 bytes wide when anything is added to them, and
 
 Code declares the purpose of what it allocates: `@takes("buffers")` where tensors move between ranks, `@takes("logits")`
 for the loss. It applies to all allocations while the function runs, in its own thread. The innermost decorator counts.
+
+Sizes of buffers stand here because the engine allocates them and the planner counts them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -41,7 +43,8 @@ from meshwright.spec.layout.layout import (
 )
 from meshwright.spec.layout.schedule import stage_rank
 from meshwright.spec.model.shape import ModelShape
-from meshwright.spec.rules.quantized_weights import shares_codes
+from meshwright.spec.recipe.recipe import Recipe
+from meshwright.spec.rules.passes import shares_codes
 from meshwright.spec.weights.boxes import FP32_STATES, Box, StateStorage, boxes_of, bytes_of_codes, shard
 from meshwright.spec.weights.inventory import Parameter, parameters, tp_holders, tp_parts
 
@@ -56,6 +59,36 @@ R = TypeVar("R")
 Purpose = Literal["", "buffers", "logits", "temporaries", "host"]
 """Kinds of memory (`KINDS`) that only their allocator can tell."""
 _purpose: ContextVar[Purpose] = ContextVar("purpose", default="")
+Phase = Literal["step", "update"]
+PHASES: tuple[Phase, ...] = ("step", "update")
+COUNTER_BYTES = 4
+TOKEN_BYTES = 16
+"""A token and its target, int64."""
+LATE = ("pp", "tp")
+"""Axes along which gradients are summed after data parallelism, in this order."""
+BUCKET_BYTES = 8 * 2**20
+"""Gradients that one all-reduce sums (parallel/axes/data.py): size at which a bucket is full, so blocks of small
+models share one. Besides its bytes, an all-reduce of Gloo costs half a millisecond of processor time for two processes
+on two cores (docs/decisions/0042)."""
+CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+"""Bytes of fp32 logits that a loss computes at a time, by kind of device."""
+ADDED_AT_ONCE = 2**19
+"""Elements of a 16-bit product that a CPU adds to fp32 sums at a time: 1 MiB, and 2 MiB widened."""
+ROW_BYTES = 16
+"""Alignment of rows that the fast matrix products of a GPU require: they read operands 16 bytes at a time (TMA,
+`ldmatrix`, vector loads). Otherwise cuBLAS falls back to kernels of an older generation: on an H200 in bf16
+`cutlass_75_tensorop_s1688gemm`. GPT-2's head of 50,257 rows took 64 of 117 ms of a step. A step with 50,304 rows is
+1.78 times as fast (64 x 1,024 tokens, torch 2.11, 2026-11-27)."""
+PADDED_TO = 128
+"""Multiple to which an unaligned width is padded, in columns: the tile of the fast kernels."""
+SAMPLING_BLOCK = 16
+"""Positions of a block of the cache with which a student samples during training (distillation_on_policy)."""
+SPARE_BLOCKS = 2
+"""Blocks that belong to no answer: one of zeros, and one that is never read."""
+MOST_SAMPLED = 64
+"""Answers that are sampled at once. Others wait."""
+MOST_CACHE_BYTES = 2**30
+"""Largest cache."""
 
 
 def purpose() -> Purpose:
@@ -80,10 +113,6 @@ def takes(kind: Purpose) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorated
 
 
-Phase = Literal["step", "update"]
-PHASES: tuple[Phase, ...] = ("step", "update")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementWidths:
     """Bytes per element of each kind."""
@@ -102,11 +131,6 @@ WIDTHS = {
 }
 """Widths by recipe.precision. With fp32 moments a parameter takes 16 bytes either way: 4 + 4 + 8 or 2 + 2 + 4 + 4 + 4.
 A gradient that is a sum is `gradient_bytes` wide. Moments: spec/weights/boxes.py."""
-COUNTER_BYTES = 4
-TOKEN_BYTES = 16
-"""A token and its target, int64."""
-LATE = ("pp", "tp")
-"""Axes along which gradients are summed after data parallelism, in this order."""
 
 
 def master_bytes(precision: str, storage: StateStorage) -> int:
@@ -338,3 +362,49 @@ def _sizes(
         "moments": moments,
         "counters": len(trained) * COUNTER_BYTES,
     }
+
+
+def bucket_counts(sizes: Iterable[float]) -> list[int]:
+    """Return the number of units in each bucket, given the bytes of each unit in backward order."""
+    counts, room = list[int](), 0.0
+    for size in sizes:
+        if room > 0:
+            counts[-1] += 1
+        else:
+            counts.append(1)
+            room = BUCKET_BYTES
+        room -= size
+    return counts
+
+
+def is_aligned(columns: float, itemsize: float) -> bool:
+    """Return whether all rows of a contiguous matrix with `columns` numbers each begin at multiples of ROW_BYTES."""
+    return columns * itemsize % ROW_BYTES == 0
+
+
+def padded_columns(columns: int, itemsize: float) -> int:
+    """Return the width in memory of rows with `columns` numbers of `itemsize` bytes."""
+    return columns if is_aligned(columns, itemsize) else -(-columns // PADDED_TO) * PADDED_TO
+
+
+def at_once(recipe: Recipe, layout: Layout) -> int:
+    """Return the number of answers that a rank samples at once: the rows of its share of a step."""
+    return min(MOST_SAMPLED, max(1, recipe.largest.global_batch // layout.dp))
+
+
+def position_bytes(shape: ModelShape, width: int) -> int:
+    """Return the number of bytes of keys and values of a position in all layers, `width` bytes each."""
+    if shape.mla is None:
+        numbers = 2 * shape.kv_heads * shape.head_dim
+    elif shape.lora is None:  # the latent vector itself is cached
+        numbers = shape.mla.kv_rank + shape.mla.rope_dim
+    else:
+        numbers = shape.kv_heads * (shape.head_dim + shape.mla.v_dim)
+    return shape.layers * numbers * width
+
+
+def cache_bytes(shape: ModelShape, recipe: Recipe, layout: Layout, width: int) -> int:
+    """Return the number of bytes of the cache of a rank that samples."""
+    block_bytes = SAMPLING_BLOCK * position_bytes(shape, width)
+    wanted = at_once(recipe, layout) * -(-min(recipe.sequence, shape.max_positions) // SAMPLING_BLOCK)
+    return (max(1, min(wanted, MOST_CACHE_BYTES // block_bytes)) + SPARE_BLOCKS) * block_bytes

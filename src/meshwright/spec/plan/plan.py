@@ -14,8 +14,14 @@ from meshwright.spec.layout.cluster import Cluster
 from meshwright.spec.layout.layout import AXES, Layout, layers_of_stages
 from meshwright.spec.model.shape import NO_TARGETS, ModelShape
 from meshwright.spec.recipe.recipe import Recipe
-from meshwright.spec.rules.legal import batch_refusals, divisors, layout_violations, position_refusals
-from meshwright.spec.rules.objectives import distillation_violations, preference_violations
+from meshwright.spec.rules.legal import (
+    batch_refusals,
+    distillation_violations,
+    divisors,
+    layout_violations,
+    position_refusals,
+    preference_violations,
+)
 from meshwright.spec.units import many
 
 EOS: Final = "eos_token"

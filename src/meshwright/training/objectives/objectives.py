@@ -44,7 +44,7 @@ from meshwright.model import Transformer
 from meshwright.model.transformer import Predictions
 from meshwright.parallel import Engine
 from meshwright.spec import Plan, Recipe
-from meshwright.spec.memory.buffers import at_once
+from meshwright.spec.memory.held import at_once
 from meshwright.spec.recipe.recipe import FIGURES, TAUGHT, most_answers
 from meshwright.store.run_folder import RunFolder
 from meshwright.training.step.batches import AnswerReader, Batch, RowReader, Share

@@ -26,7 +26,7 @@ from meshwright.parallel.groups.group import digest
 from meshwright.spec import Layout, ModelShape, Plan
 from meshwright.spec.errors import PlanError, argument
 from meshwright.spec.plan.plan import RANDOM
-from meshwright.spec.rules.objectives import teacher_layout
+from meshwright.spec.rules.legal import teacher_layout
 from meshwright.store.checkpoint_folder import COMMIT
 from meshwright.store.model_weights import BaseFolder, final_weights, locate, open_weights
 from meshwright.store.run_folder import RunFolder

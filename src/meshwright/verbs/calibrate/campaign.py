@@ -37,7 +37,7 @@ from meshwright.planner.machine.clusterfile import ClusterFile, MeasuredRates
 from meshwright.planner.machine.overheads import fit_overheads
 from meshwright.spec.layout.cluster import CORES, Device
 from meshwright.spec.layout.layout import Layout
-from meshwright.spec.memory.buffers import CHUNK_BYTES
+from meshwright.spec.memory.held import CHUNK_BYTES
 from meshwright.spec.model.shape import ModelShape, MoEShape
 from meshwright.spec.plan.plan import Plan
 from meshwright.spec.recipe.recipe import Recipe

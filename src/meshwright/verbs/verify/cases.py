@@ -25,9 +25,8 @@ from meshwright.spec.layout.schedule import KINDS, NAMES, SPLIT
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.presets import PARTS, suggest
-from meshwright.spec.rules.legal import layout_violations
-from meshwright.spec.rules.objectives import distillation_violations
-from meshwright.spec.rules.quantized_weights import learnable
+from meshwright.spec.rules.legal import distillation_violations, layout_violations
+from meshwright.spec.rules.passes import learnable
 
 BASE: Mapping[str, Any] = {
     "vocab": 61, "layers": 2, "hidden": 24, "heads": 4, "ffn": 40, "max_positions": 64, "compile": "off",
