@@ -63,8 +63,8 @@ class Routing:
             return [leaving]
         # All ranks send alike, so what arrives is this rank's part of one deal, from each of them.
         local = experts // self.group.size
-        mine = leaving[self.group.index * local : (self.group.index + 1) * local]
-        return [leaving, mine * self.group.size]
+        arriving = leaving[self.group.index * local : (self.group.index + 1) * local]
+        return [leaving, arriving * self.group.size]
 
     def _dealt(self, rows: int, experts: int) -> list[int]:
         """Return the rows of one rank over all experts; the first experts take the remainder."""
@@ -72,13 +72,13 @@ class Routing:
         begin = self.group.index * local
         if self.load == 1.0 or local == experts:
             return _even(rows, experts)
-        here = round(rows * local / experts * self.load)
-        if not 0 <= here <= rows:
+        rows_here = round(rows * local / experts * self.load)
+        if not 0 <= rows_here <= rows:
             raise PlanError(
                 f"a load of {self.load:g} on one of {self.group.size} ranks is more than all rows: take less"
             )
-        others = _even(rows - here, experts - local)
-        return others[:begin] + _even(here, local) + others[begin:]
+        others = _even(rows - rows_here, experts - local)
+        return others[:begin] + _even(rows_here, local) + others[begin:]
 
 
 def _even(rows: int, parts: int) -> list[int]:

@@ -124,13 +124,13 @@ class _Rendezvous:
 def start(serve: Callable[..., None], function: Callable[..., Any], *arguments: Any) -> tuple[Any, Connection]:
     """Start a process that runs serve(pipe, function, *arguments). Return it and this end of the pipe."""
     start_server()
-    here, there = SERVER.Pipe()
-    process = SERVER.Process(target=serve, args=(there, function, *arguments), daemon=True)
+    pipe, child_pipe = SERVER.Pipe()
+    process = SERVER.Process(target=serve, args=(child_pipe, function, *arguments), daemon=True)
     with main_unread(function):
         process.start()
     # Only the child may hold its end: else its death would not end the pipe, and a reader would wait forever.
-    there.close()
-    return process, here
+    child_pipe.close()
+    return process, pipe
 
 
 def _serve(pipe: Connection, function: Any, arguments: Any, rank: int, rendezvous: _Rendezvous) -> None:
@@ -186,8 +186,8 @@ def in_subprocesses(
         while waiting or running:
             while waiting and len(running) < workers:
                 number, task = waiting.pop()
-                process, here = start(_serve_task, function, task)
-                running[here] = number, process
+                process, pipe_of_task = start(_serve_task, function, task)
+                running[pipe_of_task] = number, process
             ready = wait(list(running), timeout=None if until is None else max(0.0, until - time.monotonic()))
             if not ready:
                 raise TooLong

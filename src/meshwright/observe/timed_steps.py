@@ -210,11 +210,11 @@ def _fit_layer(kind: str, beside: Callable[..., float]) -> Triple:
     Selective recomputation repeats no more than that.
     """
     plain = beside(kind, MANY, MICRO_BATCHES, "none")
-    both = max(0.0, plain - beside(kind, FEW, MICRO_BATCHES, "none")) / (MANY - FEW) / MICRO_BATCHES
+    both_s = max(0.0, plain - beside(kind, FEW, MICRO_BATCHES, "none")) / (MANY - FEW) / MICRO_BATCHES
     again = (beside(kind, MANY, MICRO_BATCHES, "full") - plain) / MANY / MICRO_BATCHES
     # The difference of two medians is noisy, so it is held within plausible shares.
-    forward = min(max(again, LEAST_FORWARD * both), MOST_FORWARD * both)
-    return forward, both - forward, forward
+    forward = min(max(again, LEAST_FORWARD * both_s), MOST_FORWARD * both_s)
+    return forward, both_s - forward, forward
 
 
 def _fit_line(few: Triple, many: Triple) -> tuple[Triple, Triple]:

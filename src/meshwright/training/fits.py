@@ -74,15 +74,15 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
         return MachineMemory(total_bytes=total, available_bytes=total)
     total = described["MemTotal"] * 1024
     available = described.get("MemAvailable", described.get("MemFree", 0)) * 1024
-    swap, both = described.get("SwapFree", 0) * 1024, UNLIMITED_BYTES
+    swap, memory_and_swap = described.get("SwapFree", 0) * 1024, UNLIMITED_BYTES
     for group in _control_groups(root):
         total, available = min(total, group.limit_bytes), min(available, group.memory_bytes)
-        swap, both = min(swap, group.swap_bytes), min(both, group.both_bytes)
-    available = min(available, both)
+        swap, memory_and_swap = min(swap, group.swap_bytes), min(memory_and_swap, group.both_bytes)
+    available = min(available, memory_and_swap)
     return MachineMemory(
         total_bytes=total,
         available_bytes=available,
-        swap_bytes=min(swap, both - available),
+        swap_bytes=min(swap, memory_and_swap - available),
         swapped_bytes=max(0, described.get("SwapTotal", 0) - described.get("SwapFree", 0)) * 1024,
     )
 
@@ -125,12 +125,12 @@ def _group(folder: Path, *, first_kind: bool) -> _ControlGroup:
     cache = sum(statistics.get(prefix + name, 0) for name in CACHES)
     most = _read_number(folder / f"memory.{limit}")
     swap = _read_number(folder / "memory.swap.max")
-    both = _read_number(folder / "memory.memsw.limit_in_bytes")
+    memory_and_swap = _read_number(folder / "memory.memsw.limit_in_bytes")
     return _ControlGroup(
         limit_bytes=most,
         memory_bytes=_remaining_bytes(most, folder / f"memory.{used}", cache),
         swap_bytes=_remaining_bytes(swap, folder / "memory.swap.current"),
-        both_bytes=_remaining_bytes(both, folder / "memory.memsw.usage_in_bytes", cache),
+        both_bytes=_remaining_bytes(memory_and_swap, folder / "memory.memsw.usage_in_bytes", cache),
     )
 
 

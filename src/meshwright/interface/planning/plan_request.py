@@ -50,80 +50,6 @@ FULL, LORA, QLORA = "full", "lora", "qlora"
 RATE = "recipe.learning_rate"
 
 
-def is_hub_name(model: str) -> bool:
-    """Return if this is `ORG/NAME`, and neither an existing path nor a preset."""
-    if not looks_like_hub_name(model) or Path(model).exists():
-        return False
-    try:
-        presets.published(model)
-    except PlanError:
-        return True
-    return False
-
-
-def config_folder(name: str) -> Path:
-    """Return a folder with the config.json of a model: the copy in the hub's cache, or else a download.
-
-    Raises ArgumentError, with the command to run instead, without a copy and a network.
-    """
-    instead = f"where there is a network, run `{download_command(name, CONFIG)}`, and give {name.rpartition('/')[2]}"
-    try:
-        from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-        from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-    except ImportError:
-        raise ArgumentError(
-            "model",
-            name,
-            "is no preset and no folder here, and huggingface_hub is not installed",
-            f"run `pip install huggingface_hub`; or {instead}",
-        ) from None
-    # The cache first, which needs no network. Then one quick request, since a download retries for 23 seconds.
-    cached = try_to_load_from_cache(name, CONFIG)
-    if isinstance(cached, str):
-        return Path(cached).parent
-    absent = f"{argument('model', name)} is no preset, no folder here and not in the Hugging Face cache"
-    if constants.HF_HUB_OFFLINE:
-        raise ArgumentError(
-            "model", name, sentence=f"{absent}, and HF_HUB_OFFLINE forbids downloads: unset it; or {instead}"
-        )
-    if not _hub_answers():
-        raise ArgumentError("model", name, sentence=f"{absent}, and {constants.ENDPOINT} cannot be reached: {instead}")
-    try:
-        return Path(hf_hub_download(name, CONFIG)).parent
-    except GatedRepoError:
-        raise ArgumentError(
-            "model", name, "is gated", f"accept its terms on {constants.ENDPOINT}/{name} and run `hf auth login`"
-        ) from None
-    except RepositoryNotFoundError:
-        near = presets.suggest(name.rpartition("/")[2].lower(), presets.model_names())
-        raise ArgumentError("model", name, f"is not on the Hugging Face Hub; presets {near}") from None
-    except (LocalEntryNotFoundError, OSError, ValueError):
-        raise ArgumentError(
-            "model", name, sentence=f"{absent}, and {constants.ENDPOINT} did not send it: {instead}"
-        ) from None
-
-
-def _hub_answers() -> bool:
-    """Return if the hub answers one request in time. `hf_hub_download` would try six times, 23 seconds in all."""
-    from huggingface_hub import constants, get_session
-
-    is_set = constants.HF_HUB_ETAG_TIMEOUT != constants.DEFAULT_ETAG_TIMEOUT
-    seconds = float(constants.HF_HUB_ETAG_TIMEOUT) if is_set else HUB_ANSWER_S
-    answers: list[object] = []
-
-    def ask() -> None:
-        try:
-            answers.append(get_session().head(constants.ENDPOINT, timeout=seconds))
-        except Exception:  # each version of huggingface_hub has another client with errors of its own
-            return
-
-    # No timeout of a client covers the search for an address, which a silent name server holds for up to a minute.
-    asking = Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(seconds)
-    return bool(answers)
-
-
 def asked_plan(
     model: Any, cluster: str | None, nodes: int | None, recipe: Sequence[str], tune: str = "", teacher: str = ""
 ) -> Plan:
@@ -304,7 +230,7 @@ def _tuned(named_keys: set[str], *, adapters: bool) -> list[str]:
     return [SAMPLES_WORD, *(f"{key}={value}" for key, value in added.items())]
 
 
-def _recipe(plan: "Plan", named_keys: set[str], *, tuned: bool = False) -> "Plan":
+def _recipe(plan: Plan, named_keys: set[str], *, tuned: bool = False) -> Plan:
     """Fill in a recipe for real training: bf16, a long sequence, millions of tokens per step; or for fine-tuning."""
     changes: dict[str, Any] = {}
     if not named_keys & {"precision", "mixed_precision", "dtype"}:
@@ -352,3 +278,77 @@ def _check_figures(plan: Plan, name: str) -> None:
                 "file"
             ),
         )
+
+
+def is_hub_name(model: str) -> bool:
+    """Return if this is `ORG/NAME`, and neither an existing path nor a preset."""
+    if not looks_like_hub_name(model) or Path(model).exists():
+        return False
+    try:
+        presets.published(model)
+    except PlanError:
+        return True
+    return False
+
+
+def config_folder(name: str) -> Path:
+    """Return a folder with the config.json of a model: the copy in the hub's cache, or else a download.
+
+    Raises ArgumentError, with the command to run instead, without a copy and a network.
+    """
+    instead = f"where there is a network, run `{download_command(name, CONFIG)}`, and give {name.rpartition('/')[2]}"
+    try:
+        from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+        from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    except ImportError:
+        raise ArgumentError(
+            "model",
+            name,
+            "is no preset and no folder here, and huggingface_hub is not installed",
+            f"run `pip install huggingface_hub`; or {instead}",
+        ) from None
+    # The cache first, which needs no network. Then one quick request, since a download retries for 23 seconds.
+    cached = try_to_load_from_cache(name, CONFIG)
+    if isinstance(cached, str):
+        return Path(cached).parent
+    absent = f"{argument('model', name)} is no preset, no folder here and not in the Hugging Face cache"
+    if constants.HF_HUB_OFFLINE:
+        raise ArgumentError(
+            "model", name, sentence=f"{absent}, and HF_HUB_OFFLINE forbids downloads: unset it; or {instead}"
+        )
+    if not _hub_answers():
+        raise ArgumentError("model", name, sentence=f"{absent}, and {constants.ENDPOINT} cannot be reached: {instead}")
+    try:
+        return Path(hf_hub_download(name, CONFIG)).parent
+    except GatedRepoError:
+        raise ArgumentError(
+            "model", name, "is gated", f"accept its terms on {constants.ENDPOINT}/{name} and run `hf auth login`"
+        ) from None
+    except RepositoryNotFoundError:
+        near = presets.suggest(name.rpartition("/")[2].lower(), presets.model_names())
+        raise ArgumentError("model", name, f"is not on the Hugging Face Hub; presets {near}") from None
+    except (LocalEntryNotFoundError, OSError, ValueError):
+        raise ArgumentError(
+            "model", name, sentence=f"{absent}, and {constants.ENDPOINT} did not send it: {instead}"
+        ) from None
+
+
+def _hub_answers() -> bool:
+    """Return if the hub answers one request in time. `hf_hub_download` would try six times, 23 seconds in all."""
+    from huggingface_hub import constants, get_session
+
+    is_set = constants.HF_HUB_ETAG_TIMEOUT != constants.DEFAULT_ETAG_TIMEOUT
+    seconds = float(constants.HF_HUB_ETAG_TIMEOUT) if is_set else HUB_ANSWER_S
+    answers: list[object] = []
+
+    def ask() -> None:
+        try:
+            answers.append(get_session().head(constants.ENDPOINT, timeout=seconds))
+        except Exception:  # each version of huggingface_hub has another client with errors of its own
+            return
+
+    # No timeout of a client covers the search for an address, which a silent name server holds for up to a minute.
+    asking = Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return bool(answers)

@@ -345,5 +345,5 @@ def _short_path(path: Path) -> str:
     """Return a path relative to the current folder if it lies below."""
     # Not Path.resolve: an environment's python is a link, and its target would start without the environment.
     absolute = Path(os.path.abspath(path))
-    here = Path.cwd()
-    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
+    current_folder = Path.cwd()
+    return str(absolute.relative_to(current_folder)) if absolute.is_relative_to(current_folder) else str(absolute)

@@ -142,8 +142,8 @@ def closing(summary: Summary, device: str) -> str:
     ends = {"done": "trained", "interrupted": "interrupted after", "terminated": "terminated after"}
     parts = [f"{ends.get(summary.stopped, summary.stopped)} {summary.step} of {many(summary.steps, 'step')}"]
     if 0 < summary.process_steps < summary.step:  # resumed: earlier steps may be of another machine
-        here = f"steps {summary.step - summary.process_steps + 1} to {summary.step} now"
-        parts.append(f"{here}, {count(summary.process_tokens)} tokens in {duration(summary.process_seconds)}")
+        process_steps = f"steps {summary.step - summary.process_steps + 1} to {summary.step} now"
+        parts.append(f"{process_steps}, {count(summary.process_tokens)} tokens in {duration(summary.process_seconds)}")
     else:
         parts.append(f"{count(summary.tokens)} tokens in {duration(summary.seconds)} of steps")
     parts.append(f"{count(summary.tokens_per_second)} tokens/s{_steady(summary)}")

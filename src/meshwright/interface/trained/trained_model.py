@@ -55,103 +55,6 @@ ROWS_TOKENS = 8192
 """Tokens of one forward pass of an evaluation."""
 
 
-def opened_adapters(
-    locations: Mapping[str, Place] | None, model: Transformer, source: Path
-) -> dict[str, ServedAdapter]:
-    """Open adapters, by name, for requests to a model that was read from `source`.
-
-    Raises ArgumentError, HubError or CheckpointError when one cannot be opened or does not fit.
-    """
-    adapters = {
-        name: opened_adapter(name, folder_of(location), model, source) for name, location in (locations or {}).items()
-    }
-    for name, adapter in adapters.items():
-        adapter.check(name, model)
-    return adapters
-
-
-def named_folder(location: Place | None) -> dict[str, Path]:
-    """Return an adapter under the name of its folder, or nothing for None."""
-    if location is None:
-        return {}
-    folder = folder_of(location)
-    return {folder.resolve().name: folder}
-
-
-@contextmanager
-def beside(location: Place, model: Transformer, source: Path) -> Iterator[None]:
-    """Apply an adapter to all rows of a model within `with`. Raises as `opened_adapters`."""
-    folders = named_folder(location)
-    adapters = LoadedAdapters(model, exact=False)
-    for name, adapter in opened_adapters(folders, model, source).items():
-        adapters.load(name, adapter)
-    with adapters.by_number.apply_to({adapters.number(name): slice(None) for name in folders}):
-        yield
-
-
-def opened_adapter(name: str, path: Path, model: Transformer, source: Path) -> ServedAdapter:
-    """Open one adapter of a model that was read from `source`. Raises as `opened_adapters`."""
-    if is_adapter(path):
-        return peft_adapter(model, path)
-    if (path / "plan.yaml").is_file() or checkpoint_folder.is_checkpoint(path):
-        return _adapter_of_run(name, path, source)
-    raise ArgumentError(
-        "adapter",
-        name,
-        remedy=(
-            f"{path} has neither adapter_config.json nor plan.yaml: give a folder that PEFT or "
-            "`meshwright export --adapter` has written, or a run with model.lora"
-        ),
-    )
-
-
-def peft_adapter(model: Transformer, path: Path, widest: int = 0) -> ServedAdapter:
-    """Open an adapter in PEFT's format, of at most rank `widest` (0 = any). Raises HubError."""
-    shape, tensors = load_adapter(path, model.shape.base, widest)
-    assert shape.lora is not None
-    return ServedAdapter(shape.lora, tensors)
-
-
-def _adapter_of_run(name: str, path: Path, source: Path) -> ServedAdapter:
-    """Open the adapter of a checkpoint, if `source` has the very weights that it was trained beside."""
-    run, checkpoint = locate(path)
-    lora, init = run.plan.model.lora, run.plan.init
-    if lora is None:
-        raise ArgumentError(
-            "adapter", name, remedy=f"{path} trained all weights and has no adapter: give it as the model"
-        )
-    if init == RANDOM:
-        raise ArgumentError(
-            "adapter",
-            name,
-            remedy=f"{path} began from random weights, which no folder holds: give the run as the model",
-        )
-    if lora.base != SAME_BASE:
-        raise ArgumentError(
-            "adapter",
-            name,
-            "needs its own codes",
-            (
-                f"{path} trained it beside {lora.base}. For other weights write it in PEFT's format "
-                "(`meshwright export --adapter`)"
-            ),
-        )
-    # An adapter corrects these very weights. Beside others it would answer nonsense without any error.
-    trained_beside = checkpoints.read_values(checkpoint).get("base")
-    fingerprint = import_folder(source).fingerprint() if (source / "config.json").is_file() else ""
-    if trained_beside != base_fingerprint(run.plan) or trained_beside != fingerprint:
-        raise ArgumentError(
-            "adapter",
-            name,
-            "does not fit",
-            (
-                f"{path} trained it beside the weights of {init}, and {source} has others. Give the folder "
-                "that model.init names as the model"
-            ),
-        )
-    return ServedAdapter(lora, dict(weights(checkpoint, torch.float32, verified=True)))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
     """A prompt and its continuation."""
@@ -498,3 +401,100 @@ def warn_of_missing_template(model: TrainedModel) -> None:
             f"{model.path} has no chat template: turns begin with '### user', which a model without fine-tuning on "
             "conversations has not learned", file=sys.stderr,
         )  # fmt: skip
+
+
+def opened_adapters(
+    locations: Mapping[str, Place] | None, model: Transformer, source: Path
+) -> dict[str, ServedAdapter]:
+    """Open adapters, by name, for requests to a model that was read from `source`.
+
+    Raises ArgumentError, HubError or CheckpointError when one cannot be opened or does not fit.
+    """
+    adapters = {
+        name: opened_adapter(name, folder_of(location), model, source) for name, location in (locations or {}).items()
+    }
+    for name, adapter in adapters.items():
+        adapter.check(name, model)
+    return adapters
+
+
+def opened_adapter(name: str, path: Path, model: Transformer, source: Path) -> ServedAdapter:
+    """Open one adapter of a model that was read from `source`. Raises as `opened_adapters`."""
+    if is_adapter(path):
+        return peft_adapter(model, path)
+    if (path / "plan.yaml").is_file() or checkpoint_folder.is_checkpoint(path):
+        return _adapter_of_run(name, path, source)
+    raise ArgumentError(
+        "adapter",
+        name,
+        remedy=(
+            f"{path} has neither adapter_config.json nor plan.yaml: give a folder that PEFT or "
+            "`meshwright export --adapter` has written, or a run with model.lora"
+        ),
+    )
+
+
+def peft_adapter(model: Transformer, path: Path, widest: int = 0) -> ServedAdapter:
+    """Open an adapter in PEFT's format, of at most rank `widest` (0 = any). Raises HubError."""
+    shape, tensors = load_adapter(path, model.shape.base, widest)
+    assert shape.lora is not None
+    return ServedAdapter(shape.lora, tensors)
+
+
+def _adapter_of_run(name: str, path: Path, source: Path) -> ServedAdapter:
+    """Open the adapter of a checkpoint, if `source` has the very weights that it was trained beside."""
+    run, checkpoint = locate(path)
+    lora, init = run.plan.model.lora, run.plan.init
+    if lora is None:
+        raise ArgumentError(
+            "adapter", name, remedy=f"{path} trained all weights and has no adapter: give it as the model"
+        )
+    if init == RANDOM:
+        raise ArgumentError(
+            "adapter",
+            name,
+            remedy=f"{path} began from random weights, which no folder holds: give the run as the model",
+        )
+    if lora.base != SAME_BASE:
+        raise ArgumentError(
+            "adapter",
+            name,
+            "needs its own codes",
+            (
+                f"{path} trained it beside {lora.base}. For other weights write it in PEFT's format "
+                "(`meshwright export --adapter`)"
+            ),
+        )
+    # An adapter corrects these very weights. Beside others it would answer nonsense without any error.
+    trained_beside = checkpoints.read_values(checkpoint).get("base")
+    fingerprint = import_folder(source).fingerprint() if (source / "config.json").is_file() else ""
+    if trained_beside != base_fingerprint(run.plan) or trained_beside != fingerprint:
+        raise ArgumentError(
+            "adapter",
+            name,
+            "does not fit",
+            (
+                f"{path} trained it beside the weights of {init}, and {source} has others. Give the folder "
+                "that model.init names as the model"
+            ),
+        )
+    return ServedAdapter(lora, dict(weights(checkpoint, torch.float32, verified=True)))
+
+
+def named_folder(location: Place | None) -> dict[str, Path]:
+    """Return an adapter under the name of its folder, or nothing for None."""
+    if location is None:
+        return {}
+    folder = folder_of(location)
+    return {folder.resolve().name: folder}
+
+
+@contextmanager
+def beside(location: Place, model: Transformer, source: Path) -> Iterator[None]:
+    """Apply an adapter to all rows of a model within `with`. Raises as `opened_adapters`."""
+    folders = named_folder(location)
+    adapters = LoadedAdapters(model, exact=False)
+    for name, adapter in opened_adapters(folders, model, source).items():
+        adapters.load(name, adapter)
+    with adapters.by_number.apply_to({adapters.number(name): slice(None) for name in folders}):
+        yield

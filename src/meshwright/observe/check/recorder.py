@@ -212,9 +212,9 @@ class TraceRecorder(compat.BareMode):
         for argument, writes in arguments:
             for tensor in _tensors(argument):
                 for number, written, first, last in self._open.get(_storage(tensor), ()):
-                    here = _extent(tensor)
+                    touched = _extent(tensor)
                     # Reading what is being sent is harmless: only a write on either side is a race.
-                    if here[0] < last and first < here[1] and (writes or written):
+                    if touched[0] < last and first < touched[1] and (writes or written):
                         where = f"{compat.operation_name(operation)}, {self._where()}"
                         self.events.append(Touch(number, "written" if writes else "read", where))
 

@@ -480,10 +480,15 @@ class Simulation:
                 others = (communicator.ranks[(index + peer) % size],)
             for other in others:
                 group = self.numbers[communicator.name].get(other)
-                theirs = None if group is None else self.units[other].unit_of_key.get((group, *key))
-                if theirs is None or self.ended[other][theirs] or (other, theirs) in self.unfinished or other == rank:
+                other_unit = None if group is None else self.units[other].unit_of_key.get((group, *key))
+                if (
+                    other_unit is None
+                    or self.ended[other][other_unit]
+                    or (other, other_unit) in self.unfinished
+                    or other == rank
+                ):
                     continue
-                yield (other, theirs), f"rank {rank} needs rank {other} for its {rank_trace.describe(number)}"
+                yield (other, other_unit), f"rank {rank} needs rank {other} for its {rank_trace.describe(number)}"
 
 
 def deadlocks(world: Sequence[RankTrace], loading: Loading = "first") -> Iterator[Violation]:

@@ -102,9 +102,9 @@ def planned_column(plan: Plan, planner: Estimator | None = None) -> Column:
 def _program_column(plan: Plan) -> Column:
     """Return the prediction for a GPU's plan that ran on a CPU: memory and traffic of its program there."""
     device = plan.cluster.device.name
-    here = replace(plan, cluster=replace(plan.cluster, device=presets.device("local")))
+    plan_on_cpu = replace(plan, cluster=replace(plan.cluster, device=presets.device("local")))
     return replace(
-        planned_column(here),
+        planned_column(plan_on_cpu),
         about="the planner's formulas, for this program on a CPU",
         timeless=f"the plan is for {device}, and the run was on a CPU",
         elsewhere=f"The plan is for {device}, and the run was on a CPU: memory and traffic of the program are "
@@ -393,8 +393,8 @@ def moment(record: RankRecord) -> str:
 def _columns_aside(moments: dict[int, str]) -> tuple[int, ...]:
     """Return the columns whose peak occurs elsewhere than the measured one; that one if plan and dry run agree."""
     # Plan and dry run outvote a measurement at another moment, since their parts can still be compared.
-    alike = len(moments) == 3 and moments[0] == moments[1] != moments[2]
-    best = moments[0 if alike else max(moments)] if moments else ""
+    plan_and_dry_run_agree = len(moments) == 3 and moments[0] == moments[1] != moments[2]
+    best = moments[0 if plan_and_dry_run_agree else max(moments)] if moments else ""
     return tuple(index for index, where in moments.items() if where != best)
 
 

@@ -41,38 +41,6 @@ IGNORED = ("compile", "cuda_graphs", "saving")
 """Keys of a layout that may differ. Neither a dry run nor a profile saves."""
 
 
-def metric_records(path: Path) -> tuple[tuple[Record, ...], tuple[Record, ...]]:
-    """Return steps and evaluations. Raises RunError naming the first record that is damaged or of another program."""
-    rows = MetricsLog.read(path)
-    steps = tuple(_check_record(row, STEP_NUMBERS, path) for row in rows if "kind" not in row)
-    evaluations = tuple(_check_record(row, EVALUATION_NUMBERS, path) for row in rows if row.get("kind") == "eval")
-    return steps, evaluations
-
-
-def _check_record(record: Record, names: tuple[str, ...], path: Path) -> Record:
-    # fp16 overflows in training, and such steps are skipped. An evaluation with an infinite loss is damage.
-    step, may_overflow = record.get("step"), names is STEP_NUMBERS
-    wrong = [name for name in names if not _is_number(record.get(name), may_overflow and name in MAY_OVERFLOW)]
-    wrong += [name for name in OPTIONAL_NUMBERS if record.get(name) is not None and not _is_number(record[name])]
-    batch = record.get("global_batch", 1)
-    if type(step) is not int or not 0 <= step < LARGEST_NUMBER:
-        what = "a record has no step"
-    elif wrong:
-        what = f"the record of step {step} has no number {wrong[0]}"
-    elif may_overflow and (type(batch) is not int or not 1 <= batch < LARGEST_NUMBER):
-        what = f"the record of step {step} has no global_batch of 1 or more"
-    else:
-        return record
-    raise RunError(f"{path} is damaged or of another program: {what}")
-
-
-def _is_number(value: Any, may_overflow: bool = False) -> bool:
-    # bool is a subclass of int, and true in a record is no figure.
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) < LARGEST_NUMBER or (may_overflow and isinstance(value, float))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRun:
     """Contents of a run folder."""
@@ -190,19 +158,32 @@ def same_program(plan: Plan, document: SharedDocument) -> bool:
     left to auto matches any word, but means off on a CPU.
     """
     # Weights from a folder and random ones take the same time and memory.
-    ours, theirs = planfile.dump(replace(plan, init=RANDOM)), document.plan
-    if not isinstance(theirs.get("recipe"), dict) or not isinstance(theirs.get("layout"), dict):
+    plan_document, document_plan = planfile.dump(replace(plan, init=RANDOM)), document.plan
+    if not isinstance(document_plan.get("recipe"), dict) or not isinstance(document_plan.get("layout"), dict):
         return False
     # A dry run is the engine's program, so another version is another program. A measurement stays what it was.
     dry = document.source == "dryrun"
     if dry and document.environment.get("meshwright") != __version__:
         return False
-    recipe = all(_same(ours["recipe"][key], theirs["recipe"].get(key)) for key in COMPARED)
-    switches = all(bool(ours["recipe"][key]) == bool(theirs["recipe"].get(key)) for key in SWITCHES)
-    layout = all(_same(ours["layout"][key], theirs["layout"].get(key)) for key in ours["layout"] if key not in IGNORED)
+    recipe = all(_same(plan_document["recipe"][key], document_plan["recipe"].get(key)) for key in COMPARED)
+    switches = all(bool(plan_document["recipe"][key]) == bool(document_plan["recipe"].get(key)) for key in SWITCHES)
+    layout = all(
+        _same(plan_document["layout"][key], document_plan["layout"].get(key))
+        for key in plan_document["layout"]
+        if key not in IGNORED
+    )
     words = ("cuda_graphs",) if dry else ("compile", "cuda_graphs")
-    executed = all(_executed_alike(ours["layout"][key], theirs["layout"].get(key), document.device) for key in words)
-    return recipe and switches and layout and executed and _same(ours["model"], _without_init(theirs.get("model")))
+    executed = all(
+        _executed_alike(plan_document["layout"][key], document_plan["layout"].get(key), document.device)
+        for key in words
+    )
+    return (
+        recipe
+        and switches
+        and layout
+        and executed
+        and _same(plan_document["model"], _without_init(document_plan.get("model")))
+    )
 
 
 def _without_init(model: Any) -> Any:
@@ -260,3 +241,35 @@ def _read_peaks(path: Path) -> tuple[int, ...]:
 def _median_of(steps: tuple[dict[str, Any], ...], name: str) -> float | None:
     values = [step[name] for step in steps if isinstance(step.get(name), int | float) and math.isfinite(step[name])]
     return float(median(values)) if values else None
+
+
+def metric_records(path: Path) -> tuple[tuple[Record, ...], tuple[Record, ...]]:
+    """Return steps and evaluations. Raises RunError naming the first record that is damaged or of another program."""
+    rows = MetricsLog.read(path)
+    steps = tuple(_check_record(row, STEP_NUMBERS, path) for row in rows if "kind" not in row)
+    evaluations = tuple(_check_record(row, EVALUATION_NUMBERS, path) for row in rows if row.get("kind") == "eval")
+    return steps, evaluations
+
+
+def _check_record(record: Record, names: tuple[str, ...], path: Path) -> Record:
+    # fp16 overflows in training, and such steps are skipped. An evaluation with an infinite loss is damage.
+    step, may_overflow = record.get("step"), names is STEP_NUMBERS
+    wrong = [name for name in names if not _is_number(record.get(name), may_overflow and name in MAY_OVERFLOW)]
+    wrong += [name for name in OPTIONAL_NUMBERS if record.get(name) is not None and not _is_number(record[name])]
+    batch = record.get("global_batch", 1)
+    if type(step) is not int or not 0 <= step < LARGEST_NUMBER:
+        what = "a record has no step"
+    elif wrong:
+        what = f"the record of step {step} has no number {wrong[0]}"
+    elif may_overflow and (type(batch) is not int or not 1 <= batch < LARGEST_NUMBER):
+        what = f"the record of step {step} has no global_batch of 1 or more"
+    else:
+        return record
+    raise RunError(f"{path} is damaged or of another program: {what}")
+
+
+def _is_number(value: Any, may_overflow: bool = False) -> bool:
+    # bool is a subclass of int, and true in a record is no figure.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < LARGEST_NUMBER or (may_overflow and isinstance(value, float))

@@ -55,10 +55,10 @@ class ServingColumns:
     @property
     def errors(self) -> Mapping[str, float]:
         """Planned over measured, minus 1."""
-        held = self.planned_weights_bytes + self.planned_cache_bytes + self.planned_copies_bytes
-        there = self.measured_weights_bytes + self.measured_cache_bytes + self.measured_copies_bytes
+        planned_bytes = self.planned_weights_bytes + self.planned_cache_bytes + self.planned_copies_bytes
+        measured_bytes = self.measured_weights_bytes + self.measured_cache_bytes + self.measured_copies_bytes
         return {
-            "memory": held / there - 1,
+            "memory": planned_bytes / measured_bytes - 1,
             "first_token": self.planned.first_token_s / self.measured.first_token_s - 1,
             "per_token": self.planned.per_token_s / self.measured.per_token_s - 1,
             "tokens_per_second": self.planned.output_tokens_per_s / self.measured.output_tokens_per_s - 1,
@@ -66,7 +66,7 @@ class ServingColumns:
 
     def rows(self, tolerance: float) -> tuple[ComparedRow, ...]:
         """Return rows of memory, then time, then use, each judged by `tolerance`."""
-        held = self.measured_weights_bytes + self.measured_cache_bytes + self.measured_copies_bytes
+        measured_bytes = self.measured_weights_bytes + self.measured_cache_bytes + self.measured_copies_bytes
         sizes: Mapping[str, Values] = {
             WEIGHTS: (self.planned_weights_bytes, self.dry_weights_bytes, self.measured_weights_bytes),
             CACHE: (self.planned_cache_bytes, self.dry_cache_bytes, self.measured_cache_bytes),
@@ -80,7 +80,7 @@ class ServingColumns:
         return (
             *(
                 ComparedRow(
-                    section="memory", what=what, unit="bytes", values=values, tolerance=tolerance, whole=held,
+                    section="memory", what=what, unit="bytes", values=values, tolerance=tolerance, whole=measured_bytes,
                     missing=("", UNCOPIED, ""),
                 )
                 for what, values in sizes.items()

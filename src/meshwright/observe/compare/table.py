@@ -82,17 +82,19 @@ def _explain_memory(comparison: Comparison, row: ComparedRow, seen: RankRecord, 
     if kind == "activations" and measured and measured.activations:
         yield from _compare_activations(seen, measured)
     # A source as large as the gap is often the cause: one column counts it, and another does not.
-    alike = [where for where, size in sources if difference and abs(size - difference) <= ALIKE * difference]
-    if alike:
-        yield f"The difference is as large as {alike[0]}."
+    as_large = [where for where, size in sources if difference and abs(size - difference) <= ALIKE * difference]
+    if as_large:
+        yield f"The difference is as large as {as_large[0]}."
 
 
 def _compare_activations(dry: RankRecord, measured: RankRecord) -> Iterator[str]:
     """Name modules and operations whose activations differ between dry run and measurement, largest first."""
-    ours, theirs = ({module.where: module.bytes for module in rank.activations} for rank in (dry, measured))
-    gaps = {where: theirs.get(where, 0) - ours.get(where, 0) for where in ours | theirs}
+    dry_bytes, measured_bytes = (
+        {module.where: module.bytes for module in rank.activations} for rank in (dry, measured)
+    )
+    gaps = {where: measured_bytes.get(where, 0) - dry_bytes.get(where, 0) for where in dry_bytes | measured_bytes}
     differences = [
-        f"{where.strip()} {shown(ours.get(where, 0), 'bytes')} and {shown(theirs.get(where, 0), 'bytes')}"
+        f"{where.strip()} {shown(dry_bytes.get(where, 0), 'bytes')} and {shown(measured_bytes.get(where, 0), 'bytes')}"
         for where in sorted(gaps, key=lambda where: -abs(gaps[where]))[:NAMED]
         if gaps[where]
     ]
@@ -262,9 +264,9 @@ def verdict(comparison: Comparison) -> Iterator[str]:
         yield "Nothing could be compared: no figure is known twice."
     elif not bad:
         small = sum(row.small for row in judged)
-        held = f"traffic exactly, the others within {comparison.tolerance:.0%}"
-        held += f", {small} small parts within {room_of_small_parts(comparison.tolerance)}" if small else ""
-        yield f"All {len(judged)} rows that are known twice agree: {held}."
+        tolerances = f"traffic exactly, the others within {comparison.tolerance:.0%}"
+        tolerances += f", {small} small parts within {room_of_small_parts(comparison.tolerance)}" if small else ""
+        yield f"All {len(judged)} rows that are known twice agree: {tolerances}."
     else:
         yield f"{len(bad)} of {len(judged)} rows that are known twice disagree, the first of them:"
         yield from (f"  {sentence}" for sentence in explanation(comparison, bad[0]))

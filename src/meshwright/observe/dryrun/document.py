@@ -135,10 +135,10 @@ def room_here(plan: Plan, target: torch.device, machines: int = 1) -> Room:
     """Return the memory that a run has on this machine; of a GPU, that of the plan's device where it is less."""
     if target.type == "cpu":
         return _room_of_machine(plan, machines)
-    here = Room(owner="the GPU here", usable_bytes=max(1, int(capacity_bytes(target) - DRIVER_BYTES)))
+    room = Room(owner="the GPU here", usable_bytes=max(1, int(capacity_bytes(target) - DRIVER_BYTES)))
     # A plan for a smaller device than the one here must fit there, too.
     described = room_of(plan, "cuda")
-    return described if plan.cluster.device.is_gpu and 0 < described.usable_bytes < here.usable_bytes else here
+    return described if plan.cluster.device.is_gpu and 0 < described.usable_bytes < room.usable_bytes else room
 
 
 def room_of(plan: Plan, device: str) -> Room:
@@ -156,13 +156,14 @@ def room_of(plan: Plan, device: str) -> Room:
         )
     if device == "cpu":
         return _room_of_machine(plan, 1)
-    here = torch.cuda.is_available()
-    usable = max(1, int(capacity_bytes(torch.device("cuda")) - DRIVER_BYTES)) if here else 0
+    has_gpu = torch.cuda.is_available()
+    usable = max(1, int(capacity_bytes(torch.device("cuda")) - DRIVER_BYTES)) if has_gpu else 0
     return Room(owner="the GPU here", usable_bytes=usable)
 
 
 def _room_of_machine(plan: Plan, machines: int) -> Room:
     """Return this machine's memory. All ranks share it, and each is a process with its own libraries."""
+    # Libraries of each process take memory that no dry run of its tensors sees.
     memory, ranks = machine_memory(), max(1, plan.layout.world // machines)
     usable = max(1, memory.available_bytes - ranks * PROCESS_BYTES)
     return Room(owner="this machine", usable_bytes=usable, total_bytes=memory.total_bytes, machines=machines)

@@ -44,59 +44,6 @@ FORWARD, BACKWARD = ("F", "evaluate"), ("B", "BW", "W")
 LISTED = 20
 
 
-def label_states(watch: StorageWatch, state: TrainState, beside: Iterable[Tensor] = ()) -> None:
-    """Set the kind of lasting storages and of present gradients. `beside` holds parameters of a teacher."""
-    for record in _records(watch, beside):
-        record.kind = record.kind or "parameters"
-    # Codes never are shards, so they must not become any in `label_rest`.
-    for record in _records(watch, frozen_code_tensors(state.engine)):
-        record.kind = CODES
-    for kind, tensors in tensors_by_kind(state.engine, state.optimizer).items():
-        for record in _records(watch, tensors):
-            record.kind = record.kind or kind
-
-
-def _records(watch: StorageWatch, tensors: Iterable[Tensor]) -> list[StorageRecord]:
-    records = [watch.see(local(tensor.detach())) for tensor in tensors]
-    return [record for record in records if record is not None]
-
-
-def label_rest(watch: StorageWatch, shapes: set[tuple[int, ...]], layout: Layout) -> None:
-    """Set the kind of all other storages. `shapes` are those of parameters as this rank computes with them."""
-    # Below ZeRO-3, and in a pipeline, a rank gathers each parameter once and holds it until the update.
-    stays_whole = bool(layout.zero) and (layout.zero < 3 or layout.pp > 1)
-    for record in watch.records:
-        if stays_whole and record.kind == "parameters":
-            record.kind = "shards"
-        if record.kind == CODES:
-            record.kind = "parameters"
-        if not record.kind:
-            record.kind = _kind(watch, record, shapes, stays_whole)
-
-
-def _kind(watch: StorageWatch, record: StorageRecord, shapes: set[tuple[int, ...]], stays_whole: bool) -> str:
-    phase = watch.phases[record.phase].name.partition(" ")[0]
-    here = record.died >= 0 and record.death_phase == record.phase
-    if phase == "tokens":
-        return "tokens"
-    if phase == "copy":
-        return "staging" if record.died < 0 else "temporaries"
-    # FSDP calls torch without declaring a purpose. An empty tensor there becomes a gathered parameter.
-    if record.outer == "fsdp":
-        return "parameters" if record.operation == "empty" and stays_whole else "buffers"
-    if record.purpose == "logits":
-        return "logits"
-    if phase in FORWARD:
-        if not here:
-            return "activations"
-    elif phase in BACKWARD:
-        if record.shape in shapes and not here:
-            return "gradients"
-        if not here and not record.purpose:
-            return "activations"
-    return record.purpose or "temporaries"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramPart:
     """A part of the program at its peak."""
@@ -309,3 +256,56 @@ def hold_pool(graphs: PassGraphs | None, watch: StorageWatch) -> None:
     """Make graphs keep the memory of their passes, as on a GPU."""
     if graphs is not None:
         graphs.capture = GraphPool(watch)
+
+
+def label_states(watch: StorageWatch, state: TrainState, beside: Iterable[Tensor] = ()) -> None:
+    """Set the kind of lasting storages and of present gradients. `beside` holds parameters of a teacher."""
+    for record in _records(watch, beside):
+        record.kind = record.kind or "parameters"
+    # Codes never are shards, so they must not become any in `label_rest`.
+    for record in _records(watch, frozen_code_tensors(state.engine)):
+        record.kind = CODES
+    for kind, tensors in tensors_by_kind(state.engine, state.optimizer).items():
+        for record in _records(watch, tensors):
+            record.kind = record.kind or kind
+
+
+def _records(watch: StorageWatch, tensors: Iterable[Tensor]) -> list[StorageRecord]:
+    records = [watch.see(local(tensor.detach())) for tensor in tensors]
+    return [record for record in records if record is not None]
+
+
+def label_rest(watch: StorageWatch, shapes: set[tuple[int, ...]], layout: Layout) -> None:
+    """Set the kind of all other storages. `shapes` are those of parameters as this rank computes with them."""
+    # Below ZeRO-3, and in a pipeline, a rank gathers each parameter once and holds it until the update.
+    stays_whole = bool(layout.zero) and (layout.zero < 3 or layout.pp > 1)
+    for record in watch.records:
+        if stays_whole and record.kind == "parameters":
+            record.kind = "shards"
+        if record.kind == CODES:
+            record.kind = "parameters"
+        if not record.kind:
+            record.kind = _kind(watch, record, shapes, stays_whole)
+
+
+def _kind(watch: StorageWatch, record: StorageRecord, shapes: set[tuple[int, ...]], stays_whole: bool) -> str:
+    phase = watch.phases[record.phase].name.partition(" ")[0]
+    ends_in_its_phase = record.died >= 0 and record.death_phase == record.phase
+    if phase == "tokens":
+        return "tokens"
+    if phase == "copy":
+        return "staging" if record.died < 0 else "temporaries"
+    # FSDP calls torch without declaring a purpose. An empty tensor there becomes a gathered parameter.
+    if record.outer == "fsdp":
+        return "parameters" if record.operation == "empty" and stays_whole else "buffers"
+    if record.purpose == "logits":
+        return "logits"
+    if phase in FORWARD:
+        if not ends_in_its_phase:
+            return "activations"
+    elif phase in BACKWARD:
+        if record.shape in shapes and not ends_in_its_phase:
+            return "gradients"
+        if not ends_in_its_phase and not record.purpose:
+            return "activations"
+    return record.purpose or "temporaries"

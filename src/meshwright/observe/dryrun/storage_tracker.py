@@ -229,8 +229,8 @@ def _maker_of(frame: FrameType | None) -> tuple[str, str]:
         name = frame.f_globals.get("__name__", "")
         # Lines of the observers are on every stack, and never made a tensor of the program.
         if name.startswith(PACKAGE) and not name.startswith(OBSERVERS):
-            here = f"{_file(name)}:{frame.f_lineno} {frame.f_code.co_qualname}"
-            return here, outer or PACKAGE
+            location = f"{_file(name)}:{frame.f_lineno} {frame.f_code.co_qualname}"
+            return location, outer or PACKAGE
         if name.startswith("torch.distributed.fsdp") and not outer:
             outer = "fsdp"
             first = first or f"{_file(name)}:{frame.f_lineno} {frame.f_code.co_qualname}"

@@ -364,11 +364,11 @@ def assemble(outcomes: Sequence[RankOutcome]) -> dict[str, Tensor]:
         for name, (box, tensor) in rank_outcome.tensors.items():
             if name not in tensors:
                 tensors[name], seen[name] = torch.zeros(box.whole), torch.zeros(box.whole, dtype=torch.bool)
-            here, filled = tensors[name][box.slices], seen[name][box.slices]
+            part, filled = tensors[name][box.slices], seen[name][box.slices]
             # Ranks that hold the same piece may have added its terms in another order.
-            if filled.any() and not torch.allclose(here[filled], tensor[filled], rtol=1e-6, atol=1e-9):
+            if filled.any() and not torch.allclose(part[filled], tensor[filled], rtol=1e-6, atol=1e-9):
                 raise AssertionError(f"ranks hold different copies of {name}")
-            here.copy_(tensor)
+            part.copy_(tensor)
             filled.fill_(True)
     for name, complete in seen.items():
         if not complete.all():

@@ -155,8 +155,8 @@ def memory_timeline(seen: WatchedRank, watch: StorageWatch, account: AllocatorAc
             # Only memory that was given back since the watch was read.
             break
         assert part.name == phase.name
-        held = stretches[index] or Stretch(name=part.name, allocated_bytes=part.peak_bytes, reserved_bytes=0)
-        peaks.append(TimelinePeak(step=step, kinds=part.kinds, **asdict(held)))
+        stretch = stretches[index] or Stretch(name=part.name, allocated_bytes=part.peak_bytes, reserved_bytes=0)
+        peaks.append(TimelinePeak(step=step, kinds=part.kinds, **asdict(stretch)))
     return tuple(peaks)
 
 
@@ -306,8 +306,8 @@ def measure(
     pulse, progress = pulse or Heartbeat(), progress or (lambda line: None)
     target = devices.pick_device()
     if target.type == "cuda":
-        here = devices.cluster_of(plan, devices.known_device(target), 1)
-        plan = replace(plan, layout=predict(replace(plan, cluster=here)).settled.layout)
+        cluster = devices.cluster_of(plan, devices.known_device(target), 1)
+        plan = replace(plan, layout=predict(replace(plan, cluster=cluster)).settled.layout)
     check_fits(plan, target)
     devices.prepare(target, plan.recipe.precision)
     mesh = make_mesh(plan.layout, traffic=pulse.calls, process_groups=process_groups)

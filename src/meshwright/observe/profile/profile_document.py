@@ -157,19 +157,19 @@ def _slice_event(
 
 def _call_events(rank: int, track: int, call: TimedCall, zero: float, number: int) -> Iterator[Event]:
     """Yield begin and end: calls of one axis may overlap, which slices of one track may not."""
-    both = {"cat": call.axis, "name": call.collective, "id": f"{rank}.{number}", "pid": rank, "tid": track}
-    yield {**both, "ph": "b", "ts": (call.start_s - zero) * 1e6, "args": {"sent_bytes": call.sent_bytes}}
-    yield {**both, "ph": "e", "ts": (call.end_s - zero) * 1e6}
+    common = {"cat": call.axis, "name": call.collective, "id": f"{rank}.{number}", "pid": rank, "tid": track}
+    yield {**common, "ph": "b", "ts": (call.start_s - zero) * 1e6, "args": {"sent_bytes": call.sent_bytes}}
+    yield {**common, "ph": "e", "ts": (call.end_s - zero) * 1e6}
 
 
 def _memory_events(profile: RankProfile, step: TimedStep, zero: float) -> Iterator[Event]:
     # Memory is measured in other steps than time. Steady steps are alike, so the last one stands for all.
     last = max((moment.step for moment in profile.memory), default=0)
-    held = {moment.name: moment for moment in profile.memory if moment.step == last}
+    moments = {moment.name: moment for moment in profile.memory if moment.step == last}
     # A counter keeps its last figure, so a kind that is gone has to be written as 0.
-    every = dict.fromkeys((kind for moment in held.values() for kind in moment.kinds), 0)
+    every = dict.fromkeys((kind for moment in moments.values() for kind in moment.kinds), 0)
     for span in step.spans:
-        moment = held.get(title(span))
+        moment = moments.get(title(span))
         if moment is not None:
             yield {
                 "ph": "C", "pid": profile.rank, "name": "memory", "ts": (span.start_s - zero) * 1e6,

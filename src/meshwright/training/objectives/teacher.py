@@ -115,11 +115,15 @@ def check_teacher(plan: Plan) -> None:
             f"{argument('teacher', 'DIR')}, a Hugging Face folder or a run, {OTHERWISE}"
         )
     folder = open_teacher(Path(plan.teacher_init))
-    for theirs, ours in zip_longest(tensor_sizes(folder.shape).items(), tensor_sizes(plan.teacher.base).items()):
-        if theirs != ours:
-            there, here = (f"{entry[0]} {list(entry[1])}" if entry else "nothing more" for entry in (theirs, ours))
+    for stored_tensor, planned_tensor in zip_longest(
+        tensor_sizes(folder.shape).items(), tensor_sizes(plan.teacher.base).items()
+    ):
+        if stored_tensor != planned_tensor:
+            stored, planned = (
+                f"{entry[0]} {list(entry[1])}" if entry else "nothing more" for entry in (stored_tensor, planned_tensor)
+            )
             raise PlanError(
-                f"teacher.init={plan.teacher_init} has another shape: {there} there, {here} in the plan. Take "
+                f"teacher.init={plan.teacher_init} has another shape: {stored} there, {planned} in the plan. Take "
                 f"{argument('teacher', plan.teacher_init)} without changed sizes"
             )
     planned_base = plan.teacher.lora.base if plan.teacher.lora else ""
