@@ -1,8 +1,8 @@
-"""A trained model on the command line: where it is, in which dtype, and how it samples."""
+"""Options that several verbs take: a trained model and how it samples, a plan, and a served load."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -92,9 +92,6 @@ AskedOutputFolder = Annotated[
 AskedServe = Annotated[
     bool, typer.Option("--serve", help="Plan serving instead of training: memory, concurrency, tokens per second.")
 ]
-INPUT = "--input-length", "tokens of a prompt"
-OUTPUT = "--output-length", "tokens of an answer"
-CONCURRENCY = "--concurrency", "requests in flight"
 AskedQuantization = Annotated[
     str,
     typer.Option(
@@ -138,6 +135,26 @@ AskedMeasure = Annotated[
         help="With --serve and a file of calibrate: also run the load here, and print planned, dry run and measured.",
     ),
 ]
+AskedInput = Annotated[
+    int | None, typer.Option("--input-length", metavar="INT", help="With --serve: tokens of a prompt. [default: 1024]")
+]
+AskedOutput = Annotated[
+    int | None,
+    typer.Option("--output-length", metavar="INT", help="With --serve: tokens of an answer. [default: 1024]"),
+]
+AskedConcurrency = Annotated[
+    int | None, typer.Option("--concurrency", metavar="INT", help="With --serve: requests in flight. [default: 64]")
+]
+# compare serves the load on this machine, where a smaller one takes long enough.
+ServedInput = Annotated[
+    int | None, typer.Option("--input-length", metavar="INT", help="With --serve: tokens of a prompt. [default: 256]")
+]
+ServedOutput = Annotated[
+    int | None, typer.Option("--output-length", metavar="INT", help="With --serve: tokens of an answer. [default: 64]")
+]
+ServedConcurrency = Annotated[
+    int | None, typer.Option("--concurrency", metavar="INT", help="With --serve: requests in flight. [default: 8]")
+]
 
 
 def check_adapter(adapter: Path | None) -> None:
@@ -177,19 +194,6 @@ def chosen_temperature(greedy: bool, temperature: float | None) -> float:
     if greedy and temperature:
         raise PlanError(f"--greedy and --temperature {temperature} contradict each other: give one")
     return 0.0 if greedy else DEFAULT_TEMPERATURE if temperature is None else temperature
-
-
-def _load_option(name: str, meaning: str, default: int) -> Any:
-    return typer.Option(name, metavar="INT", help=f"With --serve: {meaning}. [default: {default}]")
-
-
-AskedInput = Annotated[int | None, _load_option(*INPUT, 1024)]
-AskedOutput = Annotated[int | None, _load_option(*OUTPUT, 1024)]
-AskedConcurrency = Annotated[int | None, _load_option(*CONCURRENCY, 64)]
-ServedInput = Annotated[int | None, _load_option(*INPUT, 256)]
-"""The options of compare, which serves the load on this machine."""
-ServedOutput = Annotated[int | None, _load_option(*OUTPUT, 64)]
-ServedConcurrency = Annotated[int | None, _load_option(*CONCURRENCY, 8)]
 
 
 def refuse_load(load: Mapping[str, str | int | None]) -> None:
