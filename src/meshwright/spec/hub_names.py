@@ -50,6 +50,7 @@ def shape_alone(name: str, preset: str) -> list[str]:
 def _beside(path: Path) -> str:
     try:
         names = sorted(entry.name for entry in path.parent.iterdir() if entry.is_dir() and entry.name[0] != ".")
+    # the parent may be missing or unreadable, too: it has no neighbours to name
     except OSError:
         return ""
     close = get_close_matches(path.name, names, LISTED)

@@ -23,6 +23,7 @@ def default_root() -> Path:
 def _writable(root: Path) -> Path:
     try:
         root.mkdir(parents=True, exist_ok=True)
+        # permissions do not tell of read-only mounts and quotas: only a write does
         with tempfile.TemporaryFile(dir=root):
             return root
     except OSError as error:
@@ -50,11 +51,14 @@ def lock(folder: Path) -> Iterator[bool]:
     Without locks several processes may create it, and the last one's result remains.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
+    # the lock lies beside the folder, which need not exist yet
     with folder.with_name(f".{folder.name}.lock").open("w") as file:
         locked = False
         with contextlib.suppress(ImportError, OSError):
+            # Windows has no fcntl
             import fcntl
 
+            # closing the file releases the lock, also when the process dies
             fcntl.flock(file, fcntl.LOCK_EX)
             locked = True
         yield locked

@@ -63,6 +63,7 @@ def _seen(local: LocalShape) -> float:
     """Return the keys that a query sees on average."""
     row = min(local.document_tokens or local.sequence, local.sequence)
     span = min(local.window or row, row)
+    # the first `span` queries of a row see ever more keys, all later ones see `span`
     return span - span * span / (2 * row)
 
 

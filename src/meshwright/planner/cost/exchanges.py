@@ -279,6 +279,7 @@ def nodes_reached(routes: int, nodes: int, groups: int = 1, top_groups: int = 1)
     equally many groups as others or one more, or a group spans nodes.
     """
     if groups <= nodes:
+        # the nodes over which the groups of a token spread
         within = nodes * top_groups / groups
         return within * (1 - (1 - 1 / within) ** routes)
     held, more = divmod(groups, nodes)

@@ -170,6 +170,7 @@ class LinkCurves:
         sizes = [known for name, known in self.seconds if name == collective]
         if not sizes:
             return None
+        # nearest by ratio, since latency and bandwidth follow the logarithm of the ranks
         near = min(sizes, key=lambda known: abs(log(known / ranks)))
         grid = self.seconds[collective, near]
         travels = (ranks - 1) / ranks / ((near - 1) / near)
@@ -280,6 +281,7 @@ class Speeds:
 
     def seconds(self, work: Work) -> float:
         """Return the seconds of one operation, alone on the device."""
+        # each call pays for its own launch and its own last wave
         if isinstance(work, Product) and work.calls > 1:
             return work.calls * self.seconds(work._replace(calls=1))
         if self.curves:
@@ -342,6 +344,7 @@ class Speeds:
         """Return the seconds in which one of the optimizer's kernels moves these bytes."""
         if self.curves:
             return moved_bytes / self.curves.update.at(moved_bytes)
+        # a kernel below the common share is timed as if it moved more bytes
         slower = self.memory_share / self.update_shares.get(kernel, self.memory_share)
         return self.seconds(MemoryPass(moved_bytes * slower, 4))
 
@@ -372,6 +375,7 @@ class Speeds:
         share, half, narrow = self.attention_forward, self.attention_half[0], self.narrow_heads
         if work.backward:
             share, half = self.attention_backward, self.attention_half[1]
+        # whole rows have a kernel of their own, such as that of cuDNN
         rates = None if work.kernel == "rows" else self.parted
         if self.bordered and work.kernel in ("documents", "window"):
             rates = self.bordered
@@ -416,6 +420,7 @@ class Speeds:
 def _unaligned(work: Product) -> bool:
     """Return True if rows of an operand or of the output start between multiples of 16 bytes."""
     k, n, width = work.k, work.n, max(work.width, 1)
+    # fractions are means over ranks or experts, of which no alignment is known
     return (k == int(k) and not is_aligned(k, width)) or (n == int(n) and not is_aligned(n, width))
 
 
@@ -440,6 +445,7 @@ def speeds_of(device: Device, flash: int = 2) -> Speeds:
         matmul_flop_per_s=matmul,
         peak_flop_per_s=peak,
         low_flop_per_s=low,
+        # only the tensor cores of Blackwell multiply fp4
         lowest_flop_per_s=FP4_OVER_FP8 * low if name.lstrip("G").startswith("B") else 0.0,
         memory_bytes_per_s=device.memory_bytes_per_s or 1e11,
         attention_forward=forward * slow,

@@ -109,11 +109,13 @@ def block_time(
     """Time every operation of a block. `timed`: times of operations shared with other blocks, by `id`."""
     operations = block.operations
     works_alone = [timed.get(id(op)) or alone(op, speeds) for op in operations]
+    # one factor for the whole block: its power averages over all kernels of both passes
     passes = PassSeconds(local=local, links=links, speeds=speeds, slower=_slower(works_alone, speeds))
     ahead, back, late = (
         [
             passes.timed(op, work[index], side)
             for op, work in zip(operations, works_alone, strict=True)
+            # the forward pass keeps every operation, since `tail` counts them from the end
             if index == 0 or work[index] or op.exchanges.backward
         ]
         for index, side in enumerate(SIDES)
@@ -143,6 +145,7 @@ def block_time(
 
 def _slower(each: list[Alone], speeds: Speeds) -> float:
     """Return how much slower a block's products run because of the power that both its passes draw."""
+    # without a power model the shares of the device include the limit
     if speeds.power is None:
         return 1.0
     products = others = 0.0
@@ -203,6 +206,8 @@ class PassSeconds:
             return 0.0, 0.0
         stack = self.local.stack
         host_s, operation_s = stack.host_s, stack.operation_s
+        # `each` is the pass if device and host never overlapped, towards which stalls lead.
+        # A search runs this loop for every block, hence conditionals in place of max().
         device = host = each = exchanged = routed = 0.0
         # a pass lasts as long as the busier of device and host
         for _, works, exchanges in operations:
@@ -250,6 +255,7 @@ class PassSeconds:
             hop = self.links.send_seconds(exchange.size_bytes / ranks, stride, ranks)
             return (ranks - 1) * max(0.0, hop - beside * self._seconds(getattr(operation, side)) / ranks)
         took = self._whole(exchange)
+        # a call hides behind all pieces of the work but its own, so one call always stays exposed
         if exchange.within:
             took = max(took / exchange.times, took - beside * exchange.share * self._seconds(exchange.within))
         # earlier exchanges use up part of the work that could hide this one
@@ -269,6 +275,7 @@ class PassSeconds:
         if key not in self._known:
             ranks, stride = self.local.group(axis)
             moe = self.local.shape.moe
+            # 0 = software that sends each copy of a token by itself, also to the same node
             routes = moe.top_k if moe and self.local.stack.routes_once and axis == "ep" else 0
             groups = (moe.groups, moe.top_groups) if moe else (1, 1)
             self._known[key] = self.links.seconds(collective, size_bytes, ranks, stride, routes, groups)
@@ -281,6 +288,7 @@ class PassSeconds:
 
 def policy_costs(block: LayerWork, time: BlockTime, local: LocalShape) -> "Policies":
     """Return a block's cost under each recompute policy, repeated passes included."""
+    # this policy keeps the output of the core, so all of the pass but the core runs again
     core = time.repeated[0] - time.core[0], time.repeated[1] - time.core[1]
     again = {"none": (0.0, 0.0), "norms": time.norms, "selective": time.again, "all-but-attention": core}
     return {
@@ -296,6 +304,7 @@ def _block_cost(
     is_engine, back = local.stack.is_meshwright, block.backward
     # of other software only one peak per layer is known, not its moments
     mlp = (back.mlp if is_engine else block.transient_bytes) + repeated
+    # embedding and head have no moments inside a block, and store no input of one
     inside = is_engine and block.boundary_bytes
     attention = back.attention + repeated if inside else 0.0
     new = back.weights * local.width

@@ -65,6 +65,7 @@ def schedule_moments(name: str, ranks: int, micro_batches: int, virtual: int, ra
 
 def _highest(instants: Collection[Instant]) -> Iterator[Instant]:
     """Yield the instants of one kind that no other exceeds. Reduced gradients are fewer with ZeRO, else as many."""
+    # reductions free memory, so they count with the opposite sign
     flat = {i: (*i.alive, *i.queued, *i.graded, *(-done for done in i.reduced)) for i in instants}
     for instant, numbers in flat.items():
         if not any(other is not instant and all(map(le, numbers, others)) for other, others in flat.items()):
@@ -87,6 +88,7 @@ def _walk(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) ->
             if action.stage == ranks * virtual - 1:
                 yield now("loss")
         elif action.kind == "W":
+            # before the count falls: inputs are held until their gradient is computed
             yield now("weights")
             queued[stage] -= 1
             graded[stage] = 1
@@ -286,6 +288,7 @@ def fullest_moments(
 
 def _pareto_front(moments: list[MomentBytes]) -> Iterator[MomentBytes]:
     """Yield the moments that no other exceeds both in kept bytes and in gradients."""
+    # in descending order of bytes, a moment matters only if more gradients exist than in all fuller ones
     most = -1.0
     for moment in sorted(moments, key=lambda m: (m.kept_bytes + m.logits_bytes, m.share), reverse=True):
         if moment.share > most:

@@ -56,6 +56,7 @@ def leading(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) 
         return min(m, 2 * p - rank - 1), min(m, rank + 1)
     if KINDS[name].holds_all:
         return (m,)
+    # rounds share all micro-batches evenly, so one may be wider than the pipeline
     width, order = m // max(1, m // p), KINDS[name].order
     hop = order.hop if isinstance(order, Rounds) else 1
     ahead = min((v - 1) * width + hop * (p - 1 - rank) + 1, v * m)
@@ -144,6 +145,7 @@ def rank_memory(
     # passes and update never overlap: the larger is the peak
     if sum(update.values()) > sum(kinds.values()):
         kinds, when = update, then
+    # only activations come and go, so only they leave gaps in the memory of the allocator
     slack = (stack.slack - 1) * kinds.get("activations", 0.0)
     kinds["reserve"] = stack.reserve_bytes + slack
     host = [cost.host_bytes for cost in costs]

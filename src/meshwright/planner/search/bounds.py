@@ -189,6 +189,7 @@ class MemoryBounds:
         self._states: dict[bool, list[HeldBytes]] = {}
         self._ranks: dict[tuple[tuple[tuple[str, int], ...], int], list[Idle]] = {}
         self._pipelines = PipelineTerms((), 0, [], 0.0, False)
+        # blocks depend on tp, sp, cp and ep alone, so cells that differ in dp or pp share terms
         self._blocks = known.blocks.setdefault(
             cell[:4] if cell.pp > 1 or max(cell.tp, cell.cp, cell.ep) > 1 else ALONE, BlockTerms()
         )
@@ -218,6 +219,8 @@ class MemoryBounds:
     def _least_bytes(
         self, pipelines: tuple[tuple[str, int], ...], micro_batch: int, recompute: str, room: float = float("inf")
     ) -> float:
+        # consecutive families mostly differ in recomputation only, which these terms do not read.
+        # Families of a cell share one tuple of pipelines, so identity suffices.
         if self._pipelines.names is not pipelines or self._pipelines.micro_batch != micro_batch:
             m = self.m(micro_batch, self.largest)
             ranks = self._idle(pipelines, m)
@@ -239,6 +242,7 @@ class MemoryBounds:
     def kind(self, family: RegionFamily, peak_bytes: float) -> str:
         """Return the largest kind of memory of a family whose lower bound is `peak_bytes`."""
         m = self.m(family.micro_batch, self.largest)
+        # a bound has no kinds of its own: where it is far above the states, activations are to blame
         if peak_bytes > 1.5 * max(rank.idle_bytes for rank in self._idle(family.pipelines, m)):
             return "activations"
         return self.states(m > 1)[0].largest
@@ -308,6 +312,7 @@ class MemoryBounds:
     def states(self, sums: bool) -> list[HeldBytes]:
         """Return the states under the widest sharing of each ZeRO stage. `sums`: a step has several micro-batches."""
         if sums not in self._states:
+            # walked from the narrowest sharing on, so the widest of each ZeRO stage remains
             most = {zero: (replicate, shard, zero) for replicate, shard, zero in reversed(self.splits)}
             self._states[sums] = [self._split_states(split, sums) for split in most.values()][::-1]
         return self._states[sums]
@@ -317,6 +322,7 @@ class MemoryBounds:
         key = tp, ep, shard * cp, zero, pp > 1, sums, dp * cp == 1
         if key not in self.known.states:
             layout = Region(self.cell, 1, "1f1b", 1, "none").layout(*split, base=self.base)
+            # two micro-batches stand for any number: it only matters whether gradients are sums
             self.known.states[key] = self._held_bytes(layout, 2 if sums else 1)
         return self.known.states[key]
 
@@ -423,6 +429,7 @@ class CellBounds(MemoryBounds):
         if self.cell.pp > 1:
             each_s = *passes.each_s, self._send_s(family.micro_batch)
             waits_s = [sum(map(mul, counts, each_s)) for counts in self.waits(family.pipelines, m)]
+            # ranks that share a core compute while others wait
             passes_s = max(passes_s, min(waits_s) / self.ranks_per_core)
         return passes_s + m * stack.micro_batch_s + stack.step_s
 
@@ -487,6 +494,7 @@ class CellBounds(MemoryBounds):
             pp, known = self.cell.pp, self.known.waits
             key = pp, m, pipelines
             if key not in known:
+                # a set, since many pipelines do and await the same
                 candidates = {longest_wait(self.stage_layers(vp), name, pp, vp, m) for name, vp in pipelines}
                 known[key] = [
                     candidate
@@ -551,6 +559,7 @@ def offered_policies(estimator: Estimator, plan: Plan, cell: Cell, fixed: Fixed)
 
 def families(estimator: Estimator, plan: Plan, fixed: Fixed) -> Iterator[tuple[CellBounds, RegionFamily]]:
     """Yield every legal family with the bounds of its cell."""
+    # one store for all cells, since most terms depend on few of a cell's degrees
     known = CellTerms()
     for cell in cells(plan, plan.cluster.devices, fixed):
         splits = offered_splits(plan, cell, fixed)

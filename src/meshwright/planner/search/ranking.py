@@ -164,6 +164,7 @@ class _Search:
     def run(self) -> Ranking:
         waiting: list[Waiting] = list(self.fitting())
         heapify(waiting)
+        # best bound first: when that one cannot be listed, nothing behind it can
         while waiting and waiting[0][0] * (1 - ROUNDING) <= self.limit_s:
             _, _, bounds, first = heappop(waiting)
             if isinstance(first, TimedChoice):
@@ -208,6 +209,7 @@ class _Search:
         for bounds, family in families(self.estimator, self.plan, self.fixed):
             number = len(bounds.splits) * len(family.pipelines)
             self.ranking.legal += number
+            # with a limit of time the caller does not ask why slower families would not fit
             if self.below_s < float("inf") and bounds.family_s(family) >= self.below_s:
                 continue
             peak = bounds.family_bytes(family, self.room)
@@ -286,6 +288,7 @@ class _Search:
 
 def fullest_rank(estimator: Estimator, layout: Layout, room: float = float("inf")) -> RankMemory:
     """Return the pipeline rank with the highest peak, or one likely to have it that already exceeds `room`."""
+    # a rank that is over `room` answers the question, so the likeliest are counted first
     telling = estimator.likely_fullest(layout)
     if layout.pp > 1 and room < float("inf"):
         bounds = _fullest(estimator.memory(layout, telling, exact=False))
@@ -332,6 +335,7 @@ def nearest(estimator: Estimator, plan: Plan, fixed: Fixed) -> Layout:
 def ranking_key(prediction: Prediction) -> tuple[float, int, float, int]:
     """Return the sort key: time, then number of techniques, peak and ZeRO stage, each ascending."""
     layout = prediction.plan.layout
+    # seven digits, so that the order of sums does not decide between equal layouts
     return float(f"{prediction.step_s:.7g}"), techniques(layout), float(f"{prediction.peak_bytes:.7g}"), layout.zero
 
 

@@ -300,6 +300,7 @@ def _without_axis(layout: Layout, axis: str) -> Layout:
 
 def _with_batch(layout: Layout, plan: Plan) -> Layout:
     """Return the layout with the largest micro-batch up to its own that divides each rank's share of the batch."""
+    # a ramp has several batches, and a micro-batch must divide the share of each
     per_rank = gcd(*batches(plan.recipe)) // layout.dp
     micro = min(layout.micro_batch or per_rank, max(1, per_rank))
     while micro > 1 and per_rank % micro:
@@ -364,6 +365,7 @@ def longest_sequence(estimator: Estimator, plan: Plan) -> tuple[int, LayoutChang
     Returns the longest sequence that fits and the first that does not. The latter is None if it is not legal.
     """
     sequence, fits = plan.recipe.sequence, plan.recipe.sequence
+    # an end for layouts whose memory hardly grows with the sequence
     while sequence < 2**24:
         sequence *= 2
         longer = replace(plan, recipe=replace(plan.recipe, sequence=sequence))

@@ -54,6 +54,7 @@ class Estimator:
     def __post_init__(self) -> None:
         """Take over what is read most from the costs."""
         for name in ("shape", "recipe", "stack", "speeds", "links"):
+            # the dataclass is frozen, and a property for each would cost time in a search
             object.__setattr__(self, name, getattr(self.costs, name))
 
     def on_nodes(self, nodes: int) -> "Estimator":

@@ -102,6 +102,7 @@ class SharedCosts:
     def launched_stack(self, layout: Layout) -> Stack:
         """Return the stack as a layout's code is launched."""
         compiles = layout.compile != "off" and self._can_compile
+        # Triton kernels fuse what eager code stores, so their layouts count as compiled code does
         fused = self.gpu and self.device.runs_triton and layout.kernels not in ("eager", "reference")
         stack = self.stack if compiles or fused else eager(self.stack)
         if stack.is_meshwright and not self.device.is_gpu:
@@ -328,6 +329,7 @@ class SharedCosts:
     def _held(self, layout: Layout, kind: RankKind) -> ElementCounts:
         dense, routed, first, last, mixed_layers = kind
         kinds = self._by_kind
+        # layers of a kind hold equally much, so ranks with equal numbers share one count
         layers = mixed_layers or sorted(kinds[False][:dense] + kinds[True][len(kinds[True]) - routed :])
         return counts(self.shape, layout, layers, first=first, last=last, storage=self.recipe.storage)
 

@@ -67,6 +67,7 @@ def traffic(plan: Plan, pp_rank: int = 0, stack: Stack = MESHWRIGHT) -> tuple[Se
     sent: Counter[tuple[str, str]] = Counter()
     for axis, collective, times, each_bytes in _all_calls(plan, pp_rank, stack):
         calls[axis, collective] += times
+        # each call sends whole bytes, so rounding comes before the multiplication
         sent[axis, collective] += times * int(each_bytes)
     return tuple(SentCalls(*key, calls[key], sent[key]) for key in sorted(calls) if calls[key])
 
@@ -76,6 +77,7 @@ def exchange_calls(exchange: Exchange, ranks: int) -> tuple[int, float]:
     times = round(exchange.times)
     if exchange.collective == "ring":
         return times * (ranks - 1), exchange.size_bytes / ranks
+    # a ring sums in two rounds: a reduce-scatter, then an all-gather
     rounds = 2 if exchange.collective == "all-reduce" else 1
     return times, rounds * exchange.size_bytes * (ranks - 1) / ranks
 
@@ -92,6 +94,7 @@ def _all_calls(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     m = layout.micro_batches(recipe.global_batch)
     stages, split = own_stages(layout, pp_rank), layers_of_stages(shape.layers, layout)
     contents = StageContents.from_stages(stages, split)
+    # gradients travel in the width of their sum, whatever the width they were computed in
     summed = 4.0 if recipe.reduce_dtype == "fp32" else width.gradient
     # the first layers of each stage recompute, and repeat their exchanges
     recomputed = {n for stage in stages for n in split[stage][: layout.recomputed(len(split[stage]))]}
@@ -172,6 +175,7 @@ def _seconds(layout: Layout, links: Links, axis: str, collective: str, sent: flo
         "expert_data": (layout.dp_replicate * holders, layout.ep),
         "replicate": ranks_of(layout, "dp_replicate"),
     }[axis]
+    # calls count what a rank sends, n - 1 of n parts; Links takes the whole tensor
     return links.seconds(collective.replace("_", "-"), sent * ranks / (ranks - 1), ranks, stride)
 
 
@@ -220,6 +224,7 @@ def _border_calls(local: LocalShape, layout: Layout, m: int, rank_stages: tuple[
     holders = stage_rank(layout.schedule, layout.pp, layout.vp)
     for stage in rank_stages:
         for other in (stage + 1, stage - 1):
+            # the two stages at the tip of a V lie on one rank, which sends itself nothing
             if 0 <= other < stages and holders[other] != holders[stage]:
                 yield "pp", "send", m, local.between_bytes
 

@@ -79,6 +79,7 @@ def _in_order(name: str, ranks: int, micro_batches: int, virtual: int) -> tuple[
 
 def pipeline_s(layout: Layout, micro_batches: int, stages: Sequence[Timed], send_s: float) -> float:
     """Return the seconds of all passes of a step."""
+    # from the steady state on, each further micro-batch adds the work of the busiest rank
     few = short(layout.schedule, layout.pp, micro_batches, layout.vp)
     _, ends = play(_in_order(layout.schedule, layout.pp, few, layout.vp), stages, send_s)
     return max(ends) + (micro_batches - few) * max(busy_s(layout, stages))
@@ -200,6 +201,7 @@ def _data_parallel(
     if layout.zero == 3 and layout.pp == 1:
         backward = stack.hides_weights * sum(cost.backward_s for cost in costs)
         share = edges.first or 1 / 50
+        # the backward pass gathers everything again but the unit that stayed whole
         again_s = gather_s * (1 - edges.stays_whole)
         weights = m * max(share * gather_s, gather_s - forward)
         weights += (m - 1) * max(0.0, again_s + reduce_s - backward) + max(0.0, again_s + final_s - backward)
@@ -240,11 +242,13 @@ def unhidden(layout: Layout, stack: Stack, m: int, sharing: Sharing, update_s: f
 
     A rank is busy for at most the duration of the passes, so those of one micro-batch hide at most an m-th of it.
     """
+    # two extremes: passes that hide all they can, and no passes at all
     always_s = sum(_data_parallel(layout, stack, m, UNLIMITED, sharing, UNLIMITED[0].backward_s, edges))
     alone_s = sum(_data_parallel(layout, stack, m, [], sharing, 0.0, edges))
     beside = stack.contention  # hidden communication slows the passes by this share
     also_s = beside * _data_parallel_s(layout, m, sharing, edges) + update_s
     hiding = m if layout.zero >= 2 and layout.pp == 1 else 1
+    # a hidden second still slows the passes by `beside`, so hiding it saves less than a second
     return Unhidden((1 - beside) * always_s + also_s, (1 - beside) * alone_s + also_s, (1 - beside) * hiding)
 
 
@@ -265,5 +269,6 @@ def shared_links(layout: Layout, links: Links) -> float:
     """Return `shared` of step_time: reductions wait for exchanges if both use the same links."""
     ranks, stride = layout.dp * layout.cp, layout.tp
     inside, _ = links.span(ranks, stride)
+    # tensor parallelism beyond a node uses the network, as reductions do
     across = layout.tp > links.per_node
     return BACKWARD_EXCHANGES if ranks > 1 and (inside > 1 or across) else 0.0

@@ -312,6 +312,7 @@ class MatrixCosts:
         times = max(1.0, moved.owned / self._whole(moved)) if moved.owned else 0.0
         for size in (moved.gathered, moved.scattered):
             if ranks > 1 and times:
+                # Links takes the whole tensor, of which a rank sends all but its own part
                 each = size / times * w * ranks / (ranks - 1)
                 sent_s += times * self.links.seconds("all-to-all", each, ranks)
         copied = 4 * w * moved.owned + moved.updated * (DIRECTION_BYTES + 3 * w)

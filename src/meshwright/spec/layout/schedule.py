@@ -245,6 +245,7 @@ def stages_of(placement: Sequence[int], rank: int) -> tuple[int, ...]:
 @cache
 def stages_of_ranks(name: str, ranks: int, virtual: int = 1) -> tuple[tuple[int, ...], ...]:
     """Return the stages of each pipeline rank in ascending order. Without a pipeline there is one."""
+    # without a pipeline a V has a single stage, too
     placement = stage_rank(name, ranks, virtual) if ranks > 1 else (0,)
     return tuple(stages_of(placement, rank) for rank in range(ranks))
 

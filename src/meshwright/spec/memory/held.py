@@ -102,6 +102,7 @@ def takes(kind: Purpose) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+            # a context variable has a value of its own in each thread, unlike a global
             before = _purpose.set(kind)
             try:
                 return function(*args, **kwargs)
@@ -373,6 +374,7 @@ def bucket_counts(sizes: Iterable[float]) -> list[int]:
         else:
             counts.append(1)
             room = BUCKET_BYTES
+        # room may fall below zero: the unit that fills a bucket still belongs to it
         room -= size
     return counts
 
@@ -406,5 +408,7 @@ def position_bytes(shape: ModelShape, width: int) -> int:
 def cache_bytes(shape: ModelShape, recipe: Recipe, layout: Layout, width: int) -> int:
     """Return the number of bytes of the cache of a rank that samples."""
     block_bytes = SAMPLING_BLOCK * position_bytes(shape, width)
+    # each answer may become as long as the sequence, though few do
     wanted = at_once(recipe, layout) * -(-min(recipe.sequence, shape.max_positions) // SAMPLING_BLOCK)
+    # without a single block no answer could be sampled at all
     return (max(1, min(wanted, MOST_CACHE_BYTES // block_bytes)) + SPARE_BLOCKS) * block_bytes

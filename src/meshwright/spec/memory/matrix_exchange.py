@@ -149,6 +149,7 @@ class DealtMatrix:
 
     def sender(self, piece: MatrixPiece) -> int:
         """Return the rank that sends a piece: the owner if it holds it, or else the nearest holder."""
+        # near ranks mostly share a node, whose links are fast
         return min(self.tiles[piece], key=lambda index: (abs(index - self.owner), index))
 
     @property
@@ -253,6 +254,7 @@ def _assign_rounds(matrices: list[tuple[WholeMatrix, Tiles, int]]) -> list[Dealt
     dealt_matrices = []
     for matrix, tiles, owner in matrices:
         number, elements = filled.get(owner, (0, 0))
+        # an empty round takes any matrix: one may be larger than a round
         if elements and elements + matrix.numel > most:
             number, elements = number + 1, 0
         filled[owner] = number, elements + matrix.numel
@@ -262,6 +264,7 @@ def _assign_rounds(matrices: list[tuple[WholeMatrix, Tiles, int]]) -> list[Dealt
 
 def round_elements(largest: int, copies: int) -> int:
     """Return the largest number of elements that a rank owns in a round, each sent to `copies` ranks."""
+    # what is sent grows with the copies, and its buffers stay the same
     return max(largest, ROUND_ELEMENTS // copies)
 
 

@@ -73,6 +73,7 @@ def _tensor(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
             f"take recipe.sequence={_up(recipe.sequence, _unit(layout))}{instead}"
         )
     if layout.tp_chunks > 1:
+        # sequence parallelism shares each chunk among the tp ranks
         parts = layout.tp_chunks * (tp if layout.sp else 1)
         if tp == 1:
             yield f"layout.tp_chunks={layout.tp_chunks} cuts what tp ranks exchange, and layout.tp=1: leave it out"
@@ -178,6 +179,7 @@ def _schedule(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str
 def _fewer_stages(shape: ModelShape, recipe: Recipe, layout: Layout) -> str:
     """Return the most pipeline ranks that layers and schedule allow, in words of the command line."""
     alone = layout.schedule if layout.schedule not in V_PLACED else "zb-h1"
+    # batches that cannot be cut evenly have a refusal of their own
     counts = [count for batch in set(recipe.global_batches) if (count := layout.even_micro_batches(batch))]
     # Best first: the schedule as it is, then one stage per rank, each with as many ranks as possible.
     legal: Iterator[dict[str, object]] = (
@@ -310,6 +312,7 @@ def _state_blocks(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator
     """Yield refusals of layouts that are legal otherwise."""
     tp, ep, ranks = layout.tp, layout.ep, layout.dp_shard * layout.cp
     experts = shape.moe.experts if shape.moe else 1
+    # parts of matrices exist only for degrees that divide; other rules refuse the rest
     if recipe.optimizer_states != "int8" or shape.heads % tp or experts % ep or ranks * tp % ep:
         return
     # ZeRO may cut stacks of experts inside a row. Others it cuts along rows, whatever the number of sharers.
@@ -345,6 +348,7 @@ def batch_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterato
     for batch in recipe.global_batches:
         try:
             layout.micro_batches(batch)
+        # the layout states this rule itself, and its error is the refusal
         except IllegalLayout as error:
             yield str(error)
 

@@ -214,6 +214,7 @@ def explain_auto_off(shape: ModelShape, recipe: Recipe, layout: Layout) -> Itera
 
 def policies(layout: Layout) -> tuple[Recompute, ...]:
     """Return the recompute policies under which passes of this layout can be captured, without dropout."""
+    # graphs refuse offload by a rule of their own, so it plays no part here
     acting = {word: replace(layout, recompute=word, offload="off").acting_recompute for word in RECOMPUTE}
     return tuple(word for word, acts in acting.items() if acts not in ATTENDS_AGAIN or layout.compile == "off")
 
