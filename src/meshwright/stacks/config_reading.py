@@ -153,15 +153,15 @@ def read(
     if word and word not in READ:
         software(word)
     path, function = _split(file_or_folder)
-    named = NamedModel(folder_shape, hub_shape, model)
+    named_model = NamedModel(folder_shape, hub_shape, model)
     if path.is_dir():
         whose, files = _software_of_folder(path, word)
-        return _read(whose, [(file, entries_of(path / file.name)) for file in files], path, named)
+        return _read(whose, [(file, entries_of(path / file.name)) for file in files], path, named_model)
     if not path.is_file():
         raise ArgumentError("source", path, "is no file and no folder", f"give a configuration of {', '.join(READ)}")
     entries = entries_of(path, function)
     whose, file = _software_of_file(path, entries, word)
-    return _read(whose, [(file, entries)], path, named)
+    return _read(whose, [(file, entries)], path, named_model)
 
 
 def _split(text: str) -> tuple[Path, str]:
@@ -181,15 +181,15 @@ def _software_of_folder(path: Path, word: str) -> tuple[TrainingSoftware, list[C
     if not candidates:
         raise PlanError(f"{path}: no file that --for writes; give the configuration file itself")
     best = max(len(files) / len(stack.files) + len(files) for stack, files in candidates)
-    first = [pair for pair in candidates if len(pair[1]) / len(pair[0].files) + len(pair[1]) == best]
+    best_candidates = [pair for pair in candidates if len(pair[1]) / len(pair[0].files) + len(pair[1]) == best]
     # Folders of several programs may hold files of the same names; the launch script says who wrote them.
-    if len(first) > 1 and not word:
-        first = [pair for pair in first if _launches(path, pair[0].word)] or first
-    if len(first) > 1:
+    if len(best_candidates) > 1 and not word:
+        best_candidates = [pair for pair in best_candidates if _launches(path, pair[0].word)] or best_candidates
+    if len(best_candidates) > 1:
         raise PlanError(
-            f"{path}: files of {' or '.join(stack.word for stack, _ in first)}: name the program with --for"
+            f"{path}: files of {' or '.join(stack.word for stack, _ in best_candidates)}: name the program with --for"
         )
-    software, files = first[0]
+    software, files = best_candidates[0]
     return software, files
 
 
@@ -230,18 +230,18 @@ def _software_of_file(path: Path, entries: Sequence[Entry], word: str) -> tuple[
     if best < 1:
         programs = ", ".join([word] if word else READ)
         raise PlanError(f"{path}: no option of {programs} is in it: give --for, or another file ({', '.join(ENDINGS)})")
-    first = {stack.word: (stack, file) for score, stack, file in scored if score == best}
-    known_keys = max(sum(map(file.knows, keys)) for _, file in first.values())
+    best_by_word = {stack.word: (stack, file) for score, stack, file in scored if score == best}
+    known_keys = max(sum(map(file.knows, keys)) for _, file in best_by_word.values())
     # A file of some other program shares a few common keys with every trainer.
     if not word and form in ("yaml", "toml") and known_keys < FEWEST_KNOWN * len(keys):
         raise PlanError(
             f"{path} fits no program: {known_keys} of its {len(keys)} keys are known, to "
-            f"{' or '.join(first)}. Name its program with --for"
+            f"{' or '.join(best_by_word)}. Name its program with --for"
         )
-    if len({id(file) for _, file in first.values()}) > 1:
-        raise PlanError(f"{path} fits {' and '.join(first)}: name the program with --for")
+    if len({id(file) for _, file in best_by_word.values()}) > 1:
+        raise PlanError(f"{path} fits {' and '.join(best_by_word)}: name the program with --for")
     # Software that takes the same file is tried in the order of the table.
-    return next(iter(first.values()))
+    return next(iter(best_by_word.values()))
 
 
 def _known(file: ConfigFile, keys: set[str]) -> float:

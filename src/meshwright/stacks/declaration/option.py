@@ -136,7 +136,7 @@ class Option:
         )
 
     def _number(self, entry: Entry) -> Any:
-        stated, whole = entry.value, self.fact in COUNTED
+        stated, is_count = entry.value, self.fact in COUNTED
         if isinstance(stated, Called) and stated.name.isidentifier():
             stated = f"{OUTSIDE}{stated.name}"  # an argument of the function that makes the configuration
         # The trainer chooses: the fact stays open, and common rules fill it in.
@@ -149,10 +149,10 @@ class Option:
         # A boolean is an int in Python, and `layers: true` must not mean one layer.
         number = isinstance(stated, int | float) and not isinstance(stated, bool) and isfinite(stated)
         # Files write whole numbers as 8.0 or 1e3 as well.
-        if number and (not whole or stated == int(stated)):
-            return int(stated) if whole else stated
+        if number and (not is_count or stated == int(stated)):
+            return int(stated) if is_count else stated
         raise PlanError(
-            f"line {entry.line}: {self.key}={_lower_text(stated)} must be a {'whole ' if whole else ''}number"
+            f"line {entry.line}: {self.key}={_lower_text(stated)} must be a {'whole ' if is_count else ''}number"
         )
 
 
@@ -226,8 +226,8 @@ class ConfigFile:
 
     def knows(self, key: str) -> bool:
         """Return True if the key is in any list of the file."""
-        named = key in self.fixed or key in self.refused or key in self.bounded
-        return named or self.option(key) is not None or self.ignores(key)
+        is_listed = key in self.fixed or key in self.refused or key in self.bounded
+        return is_listed or self.option(key) is not None or self.ignores(key)
 
     def settings(self, facts: Facts) -> list[Setting]:
         """Return all lines to write for a plan."""

@@ -66,22 +66,24 @@ def read_python(text: str, function: str = "") -> list[Entry]:
     except SyntaxError as error:
         raise PlanError(f"line {error.lineno}: no Python ({error.msg})") from None
     defined = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    chosen = [node for node in defined if node.name == function] if function else defined
-    if not chosen:
+    selected_functions = [node for node in defined if node.name == function] if function else defined
+    if not selected_functions:
         names = ", ".join(node.name for node in defined[:20])
         raise PlanError(f"line 1: no function {function or 'of a configuration'}; there are: {names}")
-    if len(chosen) > 1:
-        raise PlanError(f"line 1: {len(chosen)} functions: choose one, as FILE.py:{chosen[0].name}")
+    if len(selected_functions) > 1:
+        raise PlanError(
+            f"line 1: {len(selected_functions)} functions: choose one, as FILE.py:{selected_functions[0].name}"
+        )
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    named = [Entry(key="def", value=chosen[0].name, line=chosen[0].lineno)]
+    name_entries = [Entry(key="def", value=selected_functions[0].name, line=selected_functions[0].lineno)]
     constants = _assignments([node for node in tree.body if isinstance(node, ast.Assign)])
     if isinstance(name := constants.get("NAME"), ast.Constant):
-        named.append(Entry(key=NAMED, value=name.value, line=name.lineno))
+        name_entries.append(Entry(key=NAMED, value=name.value, line=name.lineno))
     functions = {node.name: node for node in defined}
     return [
-        *named,
+        *name_entries,
         *(entry for node in imports for entry in _statement_entries(node, {}, {})),
-        *_function_entries(chosen[0], functions),
+        *_function_entries(selected_functions[0], functions),
     ]
 
 
@@ -148,8 +150,8 @@ def _defaults(function: ast.FunctionDef) -> Mapping[str, ast.expr]:
 
 def _call_name(node: ast.Call) -> str:
     """Return the name of a called function, with its first argument if that is a literal: model_registry('8B')."""
-    first = node.args[0] if node.args else None
-    return ast.unparse(node.func) + (f"({first.value!r})" if isinstance(first, ast.Constant) else "")
+    first_argument = node.args[0] if node.args else None
+    return ast.unparse(node.func) + (f"({first_argument.value!r})" if isinstance(first_argument, ast.Constant) else "")
 
 
 def _option_entries(key: str, node: ast.expr, local_values: Mapping[str, ast.expr]) -> Iterator[Entry]:

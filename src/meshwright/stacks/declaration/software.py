@@ -125,8 +125,8 @@ class TrainingSoftware:
         if value in values:
             return ""
         why = self.reasons.get(field, "")
-        taken = ", ".join(str(word).lower() for word in values)
-        return f"{self.word} has no {field}={str(value).lower()}: take {taken}" + (f" ({why})" if why else "")
+        offered_words = ", ".join(str(word).lower() for word in values)
+        return f"{self.word} has no {field}={str(value).lower()}: take {offered_words}" + (f" ({why})" if why else "")
 
 
 @cache

@@ -59,8 +59,8 @@ def adapter_facts(facts: Facts) -> Facts:
     nested = facts.get("nested", True) is not False
     # 8 is the default of PEFT: peft/tuners/lora/config.py, LoraConfig.
     rank = facts.get("lora_rank") or 8
-    whole = {WHOLE[name] for name in _whole(facts) if name in WHOLE}
-    return {"whole": ",".join(sorted(whole)), "lora": {
+    whole_matrices = {WHOLE[name] for name in _whole(facts) if name in WHOLE}
+    return {"whole": ",".join(sorted(whole_matrices)), "lora": {
         "rank": rank, "alpha": float(facts.get("lora_alpha") or 2 * rank), "targets": _targets(facts) or BY_DEFAULT,
         "base": ("nf4-double" if nested else "nf4") if four else base, "dora": _on(facts, "dora"),
         "dropout": float(facts.get("lora_dropout") or 0.0),
@@ -87,24 +87,26 @@ def adapter_objections(facts: Facts) -> Iterator[str]:
 
 def _whole(facts: Facts) -> list[str]:
     """Return the names of matrices that are trained whole, without their modules."""
-    named = facts.get("whole_matrices")
-    listed = map(str, named) if isinstance(named, list) else re.split(r"[,\s]+", str(named or ""))
+    whole_word = facts.get("whole_matrices")
+    listed = map(str, whole_word) if isinstance(whole_word, list) else re.split(r"[,\s]+", str(whole_word or ""))
     return [name.rpartition(".")[2] for name in listed if name and name.lower() not in ("none", "null")]
 
 
 def _unknown(facts: Facts) -> list[str]:
     """Return names of adapted matrices that no model here has. The last part of a path counts."""
-    named = facts.get("lora_targets")
-    listed = map(str, named) if isinstance(named, list) else re.split(r"[,\s]+", str(named or ""))
+    target_word = facts.get("lora_targets")
+    listed = map(str, target_word) if isinstance(target_word, list) else re.split(r"[,\s]+", str(target_word or ""))
     words = [re.split(r"\W+", name.strip("$)")) for name in listed if name]
     return [parts[-1] for parts in words if not any(part in MATRICES for part in parts)]
 
 
 def _targets(facts: Facts) -> str:
-    named = facts.get("lora_targets")
-    if _on(facts, "lora_every") or named in EVERY or named in [[every] for every in EVERY]:
+    target_word = facts.get("lora_targets")
+    if _on(facts, "lora_every") or target_word in EVERY or target_word in [[every] for every in EVERY]:
         return "all"
-    words = re.findall(r"\w+", " ".join(map(str, named)) if isinstance(named, list) else str(named or ""))
+    words = re.findall(
+        r"\w+", " ".join(map(str, target_word)) if isinstance(target_word, list) else str(target_word or "")
+    )
     return ",".join(dict.fromkeys(MATRICES[word] for word in words if word in MATRICES))
 
 

@@ -70,10 +70,10 @@ def resolve(facts: Facts) -> Facts:
     """Return adapters, precision and sharding. Each program has one way to shard (FSDPStrategy of its source)."""
     resolved = dict(facts)
     if is_adapted(resolved):
-        chosen = [ours for name, ours in MATRICES.items() if resolved.get(f"lora_{name}")]
+        adapted_matrices = [ours for name, ours in MATRICES.items() if resolved.get(f"lora_{name}")]
         lora = adapter_facts({**resolved, "lora_targets": []})["lora"]
         base = BASES.get(str(resolved.get("quantized")), "same")
-        resolved["lora"] = {**lora, "targets": ",".join(chosen), "base": base}
+        resolved["lora"] = {**lora, "targets": ",".join(adapted_matrices), "base": base}
     resolved["precision"] = re.split("[-_]", str(resolved.get("word") or "bf16-mixed"))[0].replace("32", "fp32")
     resolved["precision"] = {"16": "fp16"}.get(resolved["precision"], resolved["precision"])
     nodes, per_node = resolved.get("nodes") or 1, resolved.get("node_devices")  # a number, or auto

@@ -309,13 +309,13 @@ def noticed(entries: Sequence[Entry]) -> Facts:
     imported = ",".join(str(entry.value) for entry in entries if entry.key == "import")
     # Classes such as Llama31Config8B name the model where no recipe does.
     sizes = re.search(r"\b(Llama|Qwen|Mixtral|Gemma)(\d?)(\d?)Config(\d\w*)", imported)
-    named = {}
+    hub_fact = {}
     if sizes:
         family, version = sizes[1].lower(), ".".join(filter(None, sizes.group(2, 3)))
         # Presets are called llama-3.1-8b, but qwen2.5-7b.
         dash = "-" * (version != "" and family != "qwen")
-        named = {"hub": f"{family}{dash}{version}-{sizes[4].lower()}"}
-    return named | ({"recipe": recipe} if recipe else {})
+        hub_fact = {"hub": f"{family}{dash}{version}-{sizes[4].lower()}"}
+    return hub_fact | ({"recipe": recipe} if recipe else {})
 
 
 def shape_named(facts: Facts) -> ModelShape | None:

@@ -48,10 +48,15 @@ STATED = ("training.seq_len", "training.local_batch_size", "activation_checkpoin
 
 def shape_named(facts: Facts) -> ModelShape | None:
     """Return the model of a module and flavor, or of the function that a Python configuration starts from."""
-    named = facts.get("titan_module"), str(facts.get("titan_flavor", ""))
-    if named in DEBUG:
-        return presets.shape_of({"name": f"{named[0]}-{named[1]}", **DEBUG[named]})
-    return next((presets.model(preset) for preset, module_flavor in READ.items() if module_flavor == named), None)
+    module_flavor_of_file = facts.get("titan_module"), str(facts.get("titan_flavor", ""))
+    if module_flavor_of_file in DEBUG:
+        return presets.shape_of(
+            {"name": f"{module_flavor_of_file[0]}-{module_flavor_of_file[1]}", **DEBUG[module_flavor_of_file]}
+        )
+    return next(
+        (presets.model(preset) for preset, module_flavor in READ.items() if module_flavor == module_flavor_of_file),
+        None,
+    )
 
 
 def registry_facts(called: str) -> Facts:

@@ -108,8 +108,8 @@ def _fit_prompts(prompts: Sequence[tuple[int, float]], least_pair_s: float) -> t
     (few, first), (medium, second), (many, third) = prompts
     lower, upper = (second - first) / (medium - few), (third - second) / (many - medium)
     square = max(least_pair_s, (upper - lower) / (many - few))
-    each = max(0.0, (third - first) / (many - few) - square * (many + few))
-    return max(0.0, first - each * few - square * few**2), each, square
+    per_token = max(0.0, (third - first) / (many - few) - square * (many + few))
+    return max(0.0, first - per_token * few - square * few**2), per_token, square
 
 
 def _shape(layers: int, hidden: int, positions: int, vocab: int) -> ModelShape:
@@ -163,13 +163,13 @@ def _rates_by_pool(
     `beside_s`: time of a call without the product, which is taken for at least a tenth of the measured time.
     """
     m, k, n = sizes
-    known = dict[int, float]()
+    rates_by_count = dict[int, float]()
     for pool in effort.pools:
         count = min(len(ready), max(1, pool // int(k * n)))
-        if count not in known:
+        if count not in rates_by_count:
             call_s = _least(partial(_multiply_next, x, cycle(ready[:count])), effort, clock)
-            known[count] = 2 * m * k * n / max(call_s - beside_s, call_s / 10)
-        yield (4.0 * pool, *sizes), known[count]
+            rates_by_count[count] = 2 * m * k * n / max(call_s - beside_s, call_s / 10)
+        yield (4.0 * pool, *sizes), rates_by_count[count]
 
 
 def _product(weight: Tensor) -> Callable[[Tensor], Tensor]:

@@ -44,10 +44,10 @@ def seconds_of(run: FinishedRun) -> float:
     # During a batch warm-up steps are shorter; only steps of the final batch tell its time.
     last = run.plan_as_run.recipe.global_batch
     full_batch_steps = [row for row in run.steps if row.get("global_batch", last) == last]
-    taken = [row["step_seconds"] - (row.get("data_wait_seconds") or 0.0) for row in full_batch_steps]
-    if len(taken) <= WARMING:
-        raise RunError(f"{run.path} has {len(taken)} steps: it takes {WARMING + 1} or more to learn from a run")
-    seconds = float(statistics.median(taken[WARMING:]))
+    durations_s = [row["step_seconds"] - (row.get("data_wait_seconds") or 0.0) for row in full_batch_steps]
+    if len(durations_s) <= WARMING:
+        raise RunError(f"{run.path} has {len(durations_s)} steps: it takes {WARMING + 1} or more to learn from a run")
+    seconds = float(statistics.median(durations_s[WARMING:]))
     if seconds <= 0:
         raise RunError(f"{run.path / 'metrics.jsonl'} is of another program: its steps took no time")
     return seconds

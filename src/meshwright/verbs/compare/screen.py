@@ -76,8 +76,8 @@ def _verdict(comparison: Comparison, run: str) -> Iterator[str]:
 
 def _differs(row: ComparedRow) -> bool:
     """Return if a row deserves a line: known twice and unequal, or a peak that is known twice."""
-    known = sum(value is not None for value in row.values)
-    if known < 2:
+    number_of_figures = sum(value is not None for value in row.values)
+    if number_of_figures < 2:
         return False
     return row.what.startswith("peak") or bool(row.note) or any(row.error(column) for column in (0, 1))
 
@@ -93,11 +93,11 @@ def _rest(comparison: Comparison, rows: Sequence[ComparedRow], section: str) -> 
         yield f"  ... {many(len(equal), 'row')} equal (--all)"
     for column, title in enumerate(TITLES):
         alone = [row for row in rows if row not in equal and row.values[column] is not None]
-        named = [
+        shown_rows = [
             row for row in alone if row.rank in (None, comparison.rank) and row.unit != "calls" and row.values[column]
         ]
-        if named:
-            figures = ", ".join(f"{row.what} {shown(row.values[column], row.unit)}" for row in named)
+        if shown_rows:
+            figures = ", ".join(f"{row.what} {shown(row.values[column], row.unit)}" for row in shown_rows)
             yield from wrapped(figures, width(), f"{section}, only {title}: ", "  ")
 
 

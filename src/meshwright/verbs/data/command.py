@@ -86,10 +86,10 @@ def _figures(data_view: DataView) -> Table:
         names if data_view.samples is None else (data_view.samples.things, "answers", "trained", names[3], "share")
     ):
         table.add_column(title, justify="right")
-    whole = data_view.train.bytes + data_view.validation.bytes
+    total_bytes = data_view.train.bytes + data_view.validation.bytes
     for name, side in (("trained on", data_view.train), ("held out", data_view.validation)):
         number = side.documents if data_view.samples is None else data_view.samples.counted(side.documents)
-        table.add_row(name, f"{number:,}", *_row(side), f"{side.bytes / whole:.2%}")
+        table.add_row(name, f"{number:,}", *_row(side), f"{side.bytes / total_bytes:.2%}")
     return table
 
 
@@ -176,8 +176,8 @@ def _sequence(data_view: DataView) -> Text:
     for number, (_, tokens) in enumerate(groupby(enumerate(data_view.tokens), lambda pair: pair[1].document)):
         document = list(tokens)
         if number or pairs:
-            named = heading([token for _, token in document], pairs)
-            text.append("\n" * bool(number) + f"--- {named} ---\n", style="bold reverse")
+            heading_text = heading([token for _, token in document], pairs)
+            text.append("\n" * bool(number) + f"--- {heading_text} ---\n", style="bold reverse")
         for index, token in document:
             text.append("." if token.mark == "padding" else token.text, style=_style(token, index, pairs))
     return text

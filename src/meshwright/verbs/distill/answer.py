@@ -73,8 +73,8 @@ def distillation_plan(
             f"distill learns from a teacher: give {argument('teacher', 'DIR')}, a Hugging Face folder or a run"
         )
     named_keys = {str(word).partition("=")[0] for word in words if plan_of(word) is None}
-    whole = any(plan_of(word) is not None or "=" not in str(word) for word in words)
-    if plan.init != RANDOM and not whole and not named_keys & {"recipe.learning_rate", "recipe.lr"}:
+    is_whole_plan = any(plan_of(word) is not None or "=" not in str(word) for word in words)
+    if plan.init != RANDOM and not is_whole_plan and not named_keys & {"recipe.learning_rate", "recipe.lr"}:
         plan, resume = read_plan([*added, RATE, *words], {}, processes=processes, notes=[])
         if notes is not None:
             notes.append(f"distillation default: {RATE}, for a student that begins with weights")
@@ -82,7 +82,7 @@ def distillation_plan(
         if text:
             read = ", ".join(source.path for source in plan.data.mixture) or plan.data.path
             notes.append(f"distillation default: data={read}, which the teacher was trained on")
-        notes.extend(_student_notes(plan, not student and not whole and "model" not in named_keys))
+        notes.extend(_student_notes(plan, not student and not is_whole_plan and "model" not in named_keys))
     return plan, resume
 
 
@@ -124,8 +124,8 @@ def distillation_words(words: Sequence[Any], teacher: str, student: str) -> list
 
 def _teacher_word(words: Sequence[Any], teacher: str) -> str:
     """Return the teacher, from the argument or from a word. Empty = none."""
-    named = [str(word).partition("=")[2] for word in words if str(word).startswith("teacher=")]
-    return teacher or (named[-1] if named else "")
+    teachers = [str(word).partition("=")[2] for word in words if str(word).startswith("teacher=")]
+    return teacher or (teachers[-1] if teachers else "")
 
 
 def _teacher_data(words: Sequence[Any], teacher: str) -> list[str]:
@@ -139,8 +139,8 @@ def _teacher_data(words: Sequence[Any], teacher: str) -> list[str]:
     # A student takes the tokenizer beside its teacher.
     plan = replace(plan, data=replace(plan.data, tokenizer=Data().tokenizer))
     # A teacher of preferences was trained on pairs of answers, which are no text to distil on.
-    known = plan.data == Data() or plan.recipe.traits.pairs
-    return [] if known else [f"data={json.dumps(dump(plan)['data'], ensure_ascii=False)}"]
+    is_unusable = plan.data == Data() or plan.recipe.traits.pairs
+    return [] if is_unusable else [f"data={json.dumps(dump(plan)['data'], ensure_ascii=False)}"]
 
 
 def _check_student(student: str) -> None:

@@ -67,8 +67,8 @@ def distill(
             teacher, prompts, sequences, beams=beams, temperature=temperature, samples=samples,
             max_new_tokens=max_new_tokens,
         )  # fmt: skip
-        left = f"; {written.left_out:,} that did not end, or are empty, are left out" if written.left_out else ""
-        print(f"{sequences}: {written.written:,} answers of {teacher}{left}")
+        left_out = f"; {written.left_out:,} that did not end, or are empty, are left out" if written.left_out else ""
+        print(f"{sequences}: {written.written:,} answers of {teacher}{left_out}")
         return
     for name, asked, default in (
         ("prompts", prompts, None), ("beams", beams, 1), ("temperature", temperature, 0.0), ("samples", samples, 1),
@@ -79,5 +79,5 @@ def distill(
     options = Options(tensorboard, wandb, hang_after, anyway, not no_dry_run, json)
     notes: list[str] = []
     plan, resume = distillation_plan(words or (), teacher, student, processes=processes(), notes=notes)
-    named = [*(["--teacher", teacher] if teacher else []), *(["--student", student] if student else [])]
-    start("distill", [*named, *(words or ())], plan, resume, notes, options)
+    model_options = [*(["--teacher", teacher] if teacher else []), *(["--student", student] if student else [])]
+    start("distill", [*model_options, *(words or ())], plan, resume, notes, options)

@@ -84,14 +84,14 @@ def _compare_with_one_device(
     """Compare layouts with one device. `cold` starts new processes for each layout."""
     if most < 2:
         return skipped(check, "two processes are needed, and there is one GPU")
-    chosen = [candidate for candidate in map(trial, ([name] for name in names)) if isinstance(candidate, Trial)]
+    trials = [candidate for candidate in map(trial, ([name] for name in names)) if isinstance(candidate, Trial)]
     # Compilation would take minutes per layout, and a hang shows without it.
-    chosen = [replace(candidate, layout=replace(candidate.layout, compile="off")) for candidate in chosen]
+    trials = [replace(candidate, layout=replace(candidate.layout, compile="off")) for candidate in trials]
     case = replace(DENSE, steps=1 if cold else 2)
     alone = outcome(case, Layout(compile="off"), device=kind)
     wrong: dict[str, str] = {}
     # A hang of lazily created connections shows only in the first step of a fresh process.
-    for batch in [[candidate] for candidate in chosen] if cold else [chosen]:
+    for batch in [[candidate] for candidate in trials] if cold else [trials]:
         try:
             limit_s = COLD_S * (1 if cold else len(batch))
             cases = [(case, candidate.layout) for candidate in batch]
@@ -112,7 +112,7 @@ def _compare_with_one_device(
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         advice = "do not train with it; report it with this file (NCCL_DEBUG=WARN shows more)"
         return failure(check, f"{name}: {message}{more}", advice, wrong=wrong)
-    return ok(check, f"{', '.join(candidate.title for candidate in chosen)} equal one device", tried=len(chosen))
+    return ok(check, f"{', '.join(candidate.title for candidate in trials)} equal one device", tried=len(trials))
 
 
 def _last_line(error: BaseException) -> str:
@@ -387,15 +387,15 @@ def product_flop_per_s(device: torch.device, dtype: torch.dtype, rounds: int = 5
     """Return the median rate of a square product: 8192 on a GPU, 1024 on a CPU."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    taken = []
+    durations_s = []
     for _ in range(rounds + 1):
         synchronize(device)
         began = time.perf_counter()
         torch.mm(a, b)
         synchronize(device)
-        taken.append(time.perf_counter() - began)
+        durations_s.append(time.perf_counter() - began)
     # The first product includes the choice of a kernel and the clocks rising.
-    return 2.0 * size**3 / statistics.median(taken[1:])
+    return 2.0 * size**3 / statistics.median(durations_s[1:])
 
 
 def _random(size: tuple[int, ...], device: torch.device, dtype: torch.dtype, seed: int) -> Tensor:
@@ -436,20 +436,20 @@ def _backend(run: Callable[[], Tensor], device: torch.device) -> str:
         return "cpu"
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         run()
         torch.cuda.synchronize(device)
     # Torch does not tell which backend it took; the names of its kernels do.
-    names = " ".join(event.key.lower() for event in seen.key_averages())
+    names = " ".join(event.key.lower() for event in profiler.key_averages())
     # Order matters: the name of FlashAttention 4 also contains "flash".
-    known = {
+    kernels_by_word = {
         "cudnn": "cudnn",
         "flash_attncute": "flash-4",
         "flash": "flash",
         "fmha": "efficient",
         "efficient": "efficient",
     }
-    return next((kernel for word, kernel in known.items() if word in names), "plain products")
+    return next((kernel for word, kernel in kernels_by_word.items() if word in names), "plain products")
 
 
 def _flash_2_reasons(device: torch.device, dtype: torch.dtype) -> str:

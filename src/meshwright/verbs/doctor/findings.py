@@ -78,11 +78,13 @@ def merge_ranks(ranks: Sequence[Sequence[Finding]], nodes: Sequence[int]) -> lis
     for findings in zip(*ranks, strict=True):
         worst = verdict(findings)
         worst_ranks = [rank for rank, finding in enumerate(findings) if finding.state == worst]
-        first = replace(findings[worst_ranks[0]], seconds=max(finding.seconds for finding in findings))
+        finding_of_worst = replace(findings[worst_ranks[0]], seconds=max(finding.seconds for finding in findings))
         # A finding that all ranks share is one of the cluster and needs no rank numbers.
         if len(worst_ranks) < len(findings):
-            first = replace(first, observation=f"{name_ranks(worst_ranks, nodes)}: {first.observation}")
-        merged.append(first)
+            finding_of_worst = replace(
+                finding_of_worst, observation=f"{name_ranks(worst_ranks, nodes)}: {finding_of_worst.observation}"
+            )
+        merged.append(finding_of_worst)
     return merged
 
 

@@ -44,8 +44,8 @@ def run_everywhere(world: Group, work: Callable[[], T]) -> T:
         message = text or f"{type(error).__name__}: {error}"
     failures = {rank: why for rank, why in enumerate(gather_from_all(world, message)) if why}
     if failures:
-        first = next(iter(failures))
-        raise RankFailure(f"{name_ranks(list(failures), [0] * world.size)}: {failures[first]}")
+        failed_rank = next(iter(failures))
+        raise RankFailure(f"{name_ranks(list(failures), [0] * world.size)}: {failures[failed_rank]}")
     return returned[0]
 
 
@@ -103,9 +103,9 @@ def measure_links(world: Group, device: torch.device) -> list[NetworkLink]:
     stride = 1
     while stride < world.size:
         target, source = (world.index + stride) % world.size, (world.index - stride) % world.size
-        taken = [_exchange_s(world, message, arriving, target, source, device) for _ in range(ROUNDS + 1)]
+        durations_s = [_exchange_s(world, message, arriving, target, source, device) for _ in range(ROUNDS + 1)]
         # The first exchange opens the connection. The fastest of the others is least disturbed by neighbours.
-        own_rate = torch.tensor([len(message) / min(taken[1:])], dtype=torch.float64, device=device)
+        own_rate = torch.tensor([len(message) / min(durations_s[1:])], dtype=torch.float64, device=device)
         rates = world.all_gather(own_rate).tolist()
         # A rank is done when its message has arrived: the rate is of the link that ends here.
         links += [NetworkLink((n - stride) % world.size, n, rate) for n, rate in enumerate(rates)]

@@ -81,9 +81,9 @@ class EvaluationAnswer(Answer):
     @property
     def head(self) -> tuple[str, ...]:
         """Titles of the `cells` of a figure."""
-        named = ("adapter",) if any(figure.adapter for figure in self.figures) else ()
+        adapter_title = ("adapter",) if any(figure.adapter for figure in self.figures) else ()
         two = ("before", "after", "difference", "") if self.against is not None else ("value",)
-        return (*named, "task", "metric", *two, "items")
+        return (*adapter_title, "task", "metric", *two, "items")
 
     def counted(self, *kinds: Verdict) -> int:
         """Count the figures with one of these verdicts."""
@@ -267,8 +267,8 @@ def _on_tasks(
     figures = []
     for name, scores in after:
         metric = scores.metric if scores.filter == "none" else f"{scores.metric} ({scores.filter})"
-        first = twins.get((scores.task, scores.metric, scores.filter), {}) if before else None
-        figure = _figure(scores.task, metric, scores.figure, scores.items, first, scores.higher_is_better)
+        items_before = twins.get((scores.task, scores.metric, scores.filter), {}) if before else None
+        figure = _figure(scores.task, metric, scores.figure, scores.items, items_before, scores.higher_is_better)
         figures.append(replace(figure, adapter=name))
     return figures
 
@@ -308,15 +308,15 @@ def _on_held_out(
     del opened, reads  # frees the memory, since two models may not have room
     after += [scored(open_other()) for open_other in others]
     scores_before: Sequence[_ByMetric | None] = scored(before()) if before else [None] * len(parts)
-    named = [(f"{HELD_OUT} {source.path}", source.weight) for source in sources] or [(HELD_OUT, 1.0)]
+    titles_and_weights = [(f"{HELD_OUT} {source.path}", source.weight) for source in sources] or [(HELD_OUT, 1.0)]
     figures = []
     for name, scores in zip(models, after, strict=True):
-        each = [
+        figures_by_source = [
             _source_figures(task, metrics, first)
-            for (task, _), metrics, first in zip(named, scores, scores_before, strict=True)
+            for (task, _), metrics, first in zip(titles_and_weights, scores, scores_before, strict=True)
         ]
-        means = _weighted_means(each, [weight for _, weight in named]) if sources else ()
-        figures += [replace(figure, adapter=name) for figure in (*means, *chain.from_iterable(each))]
+        means = _weighted_means(figures_by_source, [weight for _, weight in titles_and_weights]) if sources else ()
+        figures += [replace(figure, adapter=name) for figure in (*means, *chain.from_iterable(figures_by_source))]
     return figures
 
 

@@ -131,9 +131,9 @@ def _table(answer: "EvaluationAnswer") -> Iterator[str]:
     rows = [tuple(map(plus_minus, row)) for row in rows]
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for number, row in enumerate(rows):
-        left = [text.ljust(size) for text, size in zip(row[:texts], wide[:texts], strict=True)]
-        right = [text.rjust(size) for text, size in zip(row[texts:], wide[texts:], strict=True)]
-        line = GAP.join([*left, *right])
+        names = [text.ljust(size) for text, size in zip(row[:texts], wide[:texts], strict=True)]
+        figures = [text.rjust(size) for text, size in zip(row[texts:], wide[texts:], strict=True)]
+        line = GAP.join([*names, *figures])
         verdict = answer.figures[number - 1].verdict if number else None
         colour = COLOURS.get(verdict or "")
         yield line.replace(str(verdict), coloured(str(verdict), colour)) if colour else line

@@ -76,13 +76,13 @@ def difference(before: Sequence[Any], after: Sequence[Any], figure: Aggregate) -
 
 def weighted_mean(estimates: Sequence[Estimate], weights: Sequence[float]) -> Estimate:
     """Return the weighted mean of independent figures."""
-    whole = sum(weights)
-    shares = [weight / whole for weight in weights]
+    total_weight = sum(weights)
+    shares = [weight / total_weight for weight in weights]
     errors = [figure.error for figure in estimates]
-    known = [error for error in errors if error is not None]
+    known_errors = [error for error in errors if error is not None]
     return Estimate(
         value=sum(share * figure.value for share, figure in zip(shares, estimates, strict=True)),
-        error=math.hypot(*map(operator.mul, shares, known)) if len(known) == len(errors) else None,
+        error=math.hypot(*map(operator.mul, shares, known_errors)) if len(known_errors) == len(errors) else None,
     )
 
 
@@ -129,8 +129,8 @@ def _resample(items: Sequence[Any]) -> list[list[Any]]:
         return []
     draws = DRAWS_OF_TEXTS if "str" in {type(part).__name__ for part in _flat(items[0])} else DRAWS
     # A fixed seed: the same figures must give the same verdict on every run.
-    chosen = np.random.default_rng(0).integers(len(items), size=(draws, len(items)))
-    return [[items[at] for at in row] for row in chosen.tolist()]
+    indices = np.random.default_rng(0).integers(len(items), size=(draws, len(items)))
+    return [[items[at] for at in row] for row in indices.tolist()]
 
 
 def _flat(item: Any) -> list[Any]:
@@ -138,5 +138,5 @@ def _flat(item: Any) -> list[Any]:
 
 
 def _spread(values: Sequence[float]) -> float | None:
-    known = [value for value in values if math.isfinite(value)]
-    return float(np.std(known, ddof=1)) if len(known) > 1 else None
+    finite_values = [value for value in values if math.isfinite(value)]
+    return float(np.std(finite_values, ddof=1)) if len(finite_values) > 1 else None

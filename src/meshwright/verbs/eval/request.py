@@ -107,8 +107,8 @@ def _data_location(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the location of the task's data. Raises DataError when it is not on this machine."""
     data_path, options = content.get("dataset_path"), content.get("dataset_kwargs") or {}
     makes_its_own = "class" in content or "custom_dataset" in content
-    named = data_path in BUILDERS and isinstance(options, dict) and options.get("data_files")
-    if not (makes_its_own or named or (isinstance(data_path, str) and Path(data_path).is_dir())):
+    names_files = data_path in BUILDERS and isinstance(options, dict) and options.get("data_files")
+    if not (makes_its_own or names_files or (isinstance(data_path, str) and Path(data_path).is_dir())):
         raise DataError(
             f"{argument('tasks', file)}: its data (dataset_path: {data_path}) is not on this machine: give a "
             "folder, or dataset_path: json with dataset_kwargs.data_files. Nothing is downloaded"

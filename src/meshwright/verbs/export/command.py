@@ -37,9 +37,11 @@ def export(
             if written["note"]:
                 print(f"tokenizer: {written['note']}")
         return
-    taken = write_directory(run, out, dtype, checkpoint, adapter=adapter)
+    exported_checkpoint = write_directory(run, out, dtype, checkpoint, adapter=adapter)
     if json:
-        print_json({"out": out, "checkpoint": taken, "files": sorted(path.name for path in out.iterdir())})
+        print_json(
+            {"out": out, "checkpoint": exported_checkpoint, "files": sorted(path.name for path in out.iterdir())}
+        )
     else:
         readers = "for transformers (v4 and v5) and what reads its directories"
-        print(f"{out}: {taken.name} of {run}, {'its adapter, for PEFT' if adapter else readers}")
+        print(f"{out}: {exported_checkpoint.name} of {run}, {'its adapter, for PEFT' if adapter else readers}")

@@ -326,11 +326,11 @@ def measured_times(cluster: str, plan: Plan) -> Callable[[Deployment], StepTimes
         return engine_times(file.serving, estimator.speeds, estimator.links)
     host = estimator.speeds.host
     # Without rates of the serving engine, launches cost what they do in training.
-    each = host.layer(plan.model.base, routed=plan.model.moe is not None, experts=0)[0] if host else 0.0
+    layer_s = host.layer(plan.model.base, routed=plan.model.moe is not None, experts=0)[0] if host else 0.0
 
     def timed(deployment: Deployment) -> StepTimes:
         rules = deployment.framework._replace(
-            layer_us=each * 1e6, beside=0 if deployment.device.is_gpu else BESIDE_ANSWERS
+            layer_us=layer_s * 1e6, beside=0 if deployment.device.is_gpu else BESIDE_ANSWERS
         )
         return StepTimes(replace(deployment, framework=rules), MeasuredKernels(estimator.speeds, estimator.links))
 

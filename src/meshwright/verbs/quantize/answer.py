@@ -122,8 +122,8 @@ class QuantizeAnswer(Answer):
     @property
     def blamed(self) -> tuple[LayerRecord, ...]:
         """The layers whose outputs moved most, the worst first."""
-        known = [layer for layer in self.layers if layer.output_error is not None]
-        return tuple(sorted(known, key=lambda layer: -(layer.output_error or 0.0))[:BLAMED])
+        compared = [layer for layer in self.layers if layer.output_error is not None]
+        return tuple(sorted(compared, key=lambda layer: -(layer.output_error or 0.0))[:BLAMED])
 
     @property
     def headline(self) -> str:
@@ -225,61 +225,64 @@ def quantize(
         on_block: Called with the numbers of finished and of all blocks of a calibrated method.
     """
     path, target = folder_of(model), Path(out)
-    taken = check_request(
+    folder_scheme = check_request(
         path, target, scheme, format=format, group=group, outliers=outliers, threshold=threshold, data=data,
         sequences=sequences, calibration=calibration, budget=budget, max_kl=max_kl, dtype=dtype,
         checkpoint=checkpoint,
     )  # fmt: skip
-    if taken is None:
+    if folder_scheme is None:
         return _quantize_to_gguf(
             path, target, scheme, data=data, sequences=sequences, max_kl=max_kl, dtype=dtype,
             checkpoint=checkpoint, quality=quality, keep=keep,
         )  # fmt: skip
     # Readers of these formats take fp16 scales only; the scheme must say so before sizes are predicted.
     if format in FP16_SCALES:
-        taken = replace(taken, scales="float16")
+        folder_scheme = replace(folder_scheme, scales="float16")
     limit = None if budget is None else bytes_of(budget)
     original = open_original(path, checkpoint)
     whole_model = QuantizedModel(
-        shape=original.shape, schemes=dict.fromkeys(matrices_to_quantize(original, keep), taken), outlier_columns={},
+        shape=original.shape, schemes=dict.fromkeys(matrices_to_quantize(original, keep), folder_scheme),
+        outlier_columns={},
         dtype=DTYPES[dtype] if dtype else original.dtype,
     )  # fmt: skip
     # Text is read only to measure, to calibrate, or to find outliers.
-    reads = quality or taken.calibrated or limit is not None or taken.outliers == "calibrated"
-    windows = calibration if taken.calibrated else None
+    reads = quality or folder_scheme.calibrated or limit is not None or folder_scheme.outliers == "calibrated"
+    windows = calibration if folder_scheme.calibrated else None
     text = quantization_text(described(path, checkpoint), data, sequences, windows) if reads else None
     before = BeforeQuantized(path, checkpoint, text) if text else None
     columns: Mapping[str, Tensor] = {}
-    if taken.outliers == "calibrated":
+    if folder_scheme.outliers == "calibrated":
         assert before is not None and text is not None
         # Which columns hold outliers is a property of the model, so a few windows of text are enough.
         peaks = column_peaks(before.opened.model, text.calibration, whole_model.schemes)
-        columns = outlier_columns(peaks, taken.threshold)
+        columns = outlier_columns(peaks, folder_scheme.threshold)
         whole_model = replace(whole_model, outlier_columns={name: len(numbers) for name, numbers in columns.items()})
     if limit is not None:
         assert before is not None and text is not None
         # Sensitivities are measured on the calibration text: scored text must stay unseen.
-        whole_model = _within_budget(whole_model, taken, limit, FORMATS[format], before.model, text.calibration)
+        whole_model = _within_budget(whole_model, folder_scheme, limit, FORMATS[format], before.model, text.calibration)
     # The size is known before a byte is written, so a disk that is too small is refused now.
     predicted = predicted_bytes(FORMATS[format], whole_model)
-    made = QuantizedFolder(target, original, whole_model, FORMATS[format])
-    made.check_room(predicted, calibrated=taken.calibrated)
+    folder = QuantizedFolder(target, original, whole_model, FORMATS[format])
+    folder.check_room(predicted, calibrated=folder_scheme.calibrated)
     with report_in_one_line(target, argument("out")):
-        if taken.calibrated:
+        if folder_scheme.calibrated:
             assert text is not None
-            made.calibrated(text, compute_dtype(original), on_block or (lambda block, blocks: None))
+            folder.calibrated(text, compute_dtype(original), on_block or (lambda block, blocks: None))
         else:
-            made.rounded(columns)
+            folder.rounded(columns)
     # Scaled inputs differ from those of the original: such layers keep the errors of the calibration.
     same = [name for name, scheme in whole_model.schemes.items() if not scheme.scales_inputs]
     measured, errors = (None, {}) if before is None or not quality else before.against(target, same)
     return QuantizeAnswer(
-        run=target, original=path, scheme=taken.name, format=format, bytes=made.bytes, predicted_bytes=predicted,
-        bytes_before=model_bytes(whole_model), quality=measured, max_kl=taken.max_kl if max_kl is None else max_kl,
-        layers=tuple(_record(layer, errors) for layer in made.layers), skipped=tuple(whole_model.skipped),
+        run=target, original=path, scheme=folder_scheme.name, format=format, bytes=folder.bytes,
+        predicted_bytes=predicted,
+        bytes_before=model_bytes(whole_model), quality=measured,
+        max_kl=folder_scheme.max_kl if max_kl is None else max_kl,
+        layers=tuple(_record(layer, errors) for layer in folder.layers), skipped=tuple(whole_model.skipped),
         quantized_parameters=sum(prod(quantizable(original.shape)[name]) for name in whole_model.schemes),
-        calibration_tokens=text.calibration_tokens if text and taken.calibrated else 0,
-        calibration_text=text.source if text and taken.calibrated else "", resumed_blocks=made.resumed,
+        calibration_tokens=text.calibration_tokens if text and folder_scheme.calibrated else 0,
+        calibration_text=text.source if text and folder_scheme.calibrated else "", resumed_blocks=folder.resumed,
         budget_bytes=limit, bits=bits_of(whole_model.schemes),
         # The native folder can be read by Meshwright alone, so the answer names the formats that others read.
         other_formats=tuple(name for name in FORMATS if name != DEFAULT and not FORMATS[name].refusal(whole_model))
@@ -291,11 +294,11 @@ def _quantize_to_gguf(
     path: Path, target: Path, name: str, *, data: str | Path | None, sequences: int, max_kl: float | None,
     dtype: str | None, checkpoint: str, quality: bool, keep: Sequence[str],
 ) -> QuantizeAnswer:  # fmt: skip
-    taken = GGUF_SCHEMES[name]
+    gguf_scheme = GGUF_SCHEMES[name]
     original = open_original(path, checkpoint)
-    wanted, names = DTYPES[dtype] if dtype else original.dtype, matrices_to_quantize(original, keep)
+    rest_dtype, names = DTYPES[dtype] if dtype else original.dtype, matrices_to_quantize(original, keep)
     unquantized = tuple(layer for layer in quantizable(original.shape) if layer not in names)
-    plan = plan_gguf(original, wanted, taken, unquantized)
+    plan = plan_gguf(original, rest_dtype, gguf_scheme, unquantized)
     # GGUF is written in one pass without unfinished blocks beside it, so the file itself is all it needs.
     check_room(target, plan.bytes)
     text = quantization_text(described(path, checkpoint), data, sequences, None) if quality else None
@@ -305,8 +308,10 @@ def _quantize_to_gguf(
     measured, errors = BeforeQuantized(path, checkpoint, text).against(target, names) if text else (None, {})
     return QuantizeAnswer(
         run=target, original=path, scheme=name, format=GGUF, bytes=written, predicted_bytes=plan.bytes,
-        bytes_before=model_bytes(QuantizedModel(shape=original.shape, schemes={}, outlier_columns={}, dtype=wanted)),
-        quality=measured, max_kl=taken.max_kl if max_kl is None else max_kl, skipped=unquantized,
+        bytes_before=model_bytes(
+            QuantizedModel(shape=original.shape, schemes={}, outlier_columns={}, dtype=rest_dtype)
+        ),
+        quality=measured, max_kl=gguf_scheme.max_kl if max_kl is None else max_kl, skipped=unquantized,
         layers=tuple(_record(layer, errors) for layer in layers), quantized_parameters=plan.coded, note=plan.note,
     )  # fmt: skip
 

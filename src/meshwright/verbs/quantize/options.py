@@ -27,11 +27,13 @@ UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB":
 def chosen_scheme(name: str, group: int | None, outliers: str | None, threshold: float | None) -> Scheme:
     """Return the scheme of a name, with the given changes. Raises ArgumentError for options that it lacks."""
     if name not in SCHEMES:
-        known = [*SCHEMES, *GGUF_SCHEMES]
+        scheme_names = [*SCHEMES, *GGUF_SCHEMES]
         # A bare method such as int4 is completed to its schemes before spelling is compared.
-        close = [candidate for candidate in known if candidate.startswith(f"{name}-")] or find_nearest(name, known, 1)
+        close = [candidate for candidate in scheme_names if candidate.startswith(f"{name}-")] or find_nearest(
+            name, scheme_names, 1
+        )
         hint = f"; nearest: {', '.join(close)}" if close else ""
-        raise ArgumentError("scheme", name, "is not known", f"take one of {', '.join(known)}{hint}")
+        raise ArgumentError("scheme", name, "is not known", f"take one of {', '.join(scheme_names)}{hint}")
     scheme = SCHEMES[name]
     if group is not None:
         if not scheme.group:
@@ -70,9 +72,9 @@ def check_request(
     check_model(model, checkpoint=checkpoint)
     if name in GGUF_SCHEMES or format == GGUF:
         _check_gguf(name, format, {"group": group, "outliers": outliers, "threshold": threshold, "budget": budget})
-        taken, format = None, DEFAULT
+        folder_scheme, format = None, DEFAULT
     else:
-        taken = chosen_scheme(name, group, outliers, threshold)
+        folder_scheme = chosen_scheme(name, group, outliers, threshold)
     if format not in FOLDER_FORMATS:
         raise ArgumentError("format", format, "is not known", f"take one of {', '.join((*FOLDER_FORMATS, GGUF))}")
     for option, number in (("sequences", sequences), ("calibration", calibration)):
@@ -82,7 +84,7 @@ def check_request(
     if max_kl is not None and not max_kl >= 0:
         raise ArgumentError("max_kl", max_kl, "must be 0 or more")
     check_dtype(dtype)
-    if taken is None:
+    if folder_scheme is None:
         check_gguf_path(target)
     elif target.suffix == ".gguf":
         raise ArgumentError(
@@ -93,11 +95,11 @@ def check_request(
         if budget is not None:
             bytes_of(budget)
             # It raises for a scheme of one fixed width, before the model is read.
-            ladder(taken)
+            ladder(folder_scheme)
     refuse_unwritable(target, "out")
     if data is not None:
         check_text(data)
-    return taken
+    return folder_scheme
 
 
 def _check_gguf(name: str, format: str, other: Mapping[str, object]) -> None:
@@ -149,7 +151,7 @@ def matrices_to_quantize(original: "OriginalModel", keep: Sequence[str]) -> list
             raise ArgumentError(
                 "keep", pattern, f"names no matrix that would be quantized; the first ones are {', '.join(names[:3])}"
             )
-    left = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in keep)]
-    if not left:
+    quantized_names = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in keep)]
+    if not quantized_names:
         raise ArgumentError("keep", keep[0], "leaves nothing to quantize")
-    return left
+    return quantized_names

@@ -140,9 +140,9 @@ def _sizes(document: Row) -> str:
 
 def _powers(values: Iterable[float | None]) -> tuple[int, int]:
     """Return powers of ten below and above the values, at least one apart."""
-    known = [log10(value) for value in values if value and value > 10**LOW] or [0.0]
-    top = ceil(max(known))
-    return min(top - 1, max(floor(min(known)), top - DECADES)), top
+    logarithms = [log10(value) for value in values if value and value > 10**LOW] or [0.0]
+    top = ceil(max(logarithms))
+    return min(top - 1, max(floor(min(logarithms)), top - DECADES)), top
 
 
 def _divergence(document: Row) -> str:
@@ -254,13 +254,13 @@ def _error_map(layers: Sequence[Row]) -> str:
 
 def _blamed(layers: Sequence[Row]) -> str:
     moved = (layer for layer in layers if layer["output_error"])
-    known = sorted(moved, key=lambda layer: -layer["output_error"])[:BLAMED]
-    if not known:
+    worst_layers = sorted(moved, key=lambda layer: -layer["output_error"])[:BLAMED]
+    if not worst_layers:
         return "<p>Outputs were not compared, or none moved.</p>"
     left = LEFT + 50
-    scale = (WIDE - left - RIGHT) / known[0]["output_error"]
+    scale = (WIDE - left - RIGHT) / worst_layers[0]["output_error"]
     parts = []
-    for index, layer in enumerate(known):
+    for index, layer in enumerate(worst_layers):
         y, length = 4 + 24 * index, layer["output_error"] * scale
         name = layer["name"].removesuffix(".weight")
         parts += [
@@ -272,7 +272,7 @@ def _blamed(layers: Sequence[Row]) -> str:
         "<p class='small'>Output error: |y - y'|\u00b2 / |y|\u00b2, with y what a matrix makes of its inputs before, "
         "and y' what the quantized one makes of the same inputs.</p>"
     )
-    return _picture(24 * len(known) + 4, parts, "matrices whose outputs moved most") + legend
+    return _picture(24 * len(worst_layers) + 4, parts, "matrices whose outputs moved most") + legend
 
 
 def _table(layers: Sequence[Row]) -> str:
@@ -298,10 +298,10 @@ def _provenance(document: Row) -> str:
             ("calibrated on", f"{document['calibration_tokens']:,} tokens of {document['calibration_text']}")
         )
     if document["budget_bytes"] is not None:
-        each = ", ".join(
+        matrices_by_bits = ", ".join(
             f"{bits} bits for {many(number, 'matrix', 'matrices')}" for bits, number in document["bits"].items()
         )
-        entries.append(("budget", f"{document['budget_bytes']:,} bytes: {each}"))
+        entries.append(("budget", f"{document['budget_bytes']:,} bytes: {matrices_by_bits}"))
     rare = [
         f"{many(layer['uncalibrated'], 'expert')} of {layer['name']}"
         for layer in document["layers"]

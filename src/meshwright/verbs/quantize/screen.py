@@ -33,23 +33,23 @@ def _details(answer: "QuantizeAnswer") -> Iterator[str]:
     bits = 8 * sum(layer.bytes for layer in answer.layers) / answer.quantized_parameters
     same = "as predicted" if answer.bytes == answer.predicted_bytes else f"predicted {answer.predicted_bytes:,}"
     yield f"size        {answer.bytes:,} bytes, {same}; {bits:.3g} bits per quantized weight"
-    left = "norms, biases, routers" if answer.format == GGUF else "embeddings, head, norms, biases, routers"
-    yield f"left alone  {', '.join((left, *answer.skipped))}"
+    unquantized = "norms, biases, routers" if answer.format == GGUF else "embeddings, head, norms, biases, routers"
+    yield f"left alone  {', '.join((unquantized, *answer.skipped))}"
     if answer.note:
         yield f"tokenizer   {answer.note}"
     if answer.format == GGUF:
         types = Counter(layer.scheme for layer in answer.layers).most_common()
-        each = ", ".join(f"{scheme} for {many(number, 'matrix', 'matrices')}" for scheme, number in types)
-        yield f"types       {each}"
+        matrices_by_kind = ", ".join(f"{scheme} for {many(number, 'matrix', 'matrices')}" for scheme, number in types)
+        yield f"types       {matrices_by_kind}"
     if answer.outlier_share:
         yield f"outliers    {100 * answer.outlier_share:.2f}% of inputs stay in 16 bit"
     elif answer.scheme == "llm-int8":
         yield "outliers    no column was kept in 16 bit beforehand"
     if answer.budget_bytes is not None:
-        each = ", ".join(
+        matrices_by_kind = ", ".join(
             f"{bits} bits for {many(number, 'matrix', 'matrices')}" for bits, number in answer.bits.items()
         )
-        yield f"budget      {answer.budget_bytes:,} bytes: {each}"
+        yield f"budget      {answer.budget_bytes:,} bytes: {matrices_by_kind}"
     if answer.calibration_tokens:
         done = f"; {many(answer.resumed_blocks, 'block')} from before" if answer.resumed_blocks else ""
         yield f"calibrated  on {answer.calibration_tokens:,} tokens of {answer.calibration_text}{done}"

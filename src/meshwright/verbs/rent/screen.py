@@ -58,16 +58,16 @@ def verdicts(answer: RentAnswer) -> Iterator[str]:
     best = answer.cheapest
     if best is None:
         # Instead of a bare refusal, tell how far the best run is from the deadline.
-        first = min(answer.front, key=lambda run: run.wall_s)
-        yield f"NONE{asked}: the fastest takes {first.days} ({first.title})."
+        nearest = min(answer.front, key=lambda run: run.wall_s)
+        yield f"NONE{asked}: the fastest takes {nearest.days} ({nearest.title})."
     else:
         chance = f", in time with {probability(best.ends_within(limit_s), FEW)}" if asked else ""
         yield f"CHEAPEST{asked}: {_run(best)}{chance}."
     asked = f" within ${budget:,.0f}" if budget < float("inf") else ""
     best = answer.fastest
     if best is None:
-        first = answer.front[0]
-        yield f"NONE{asked}: the cheapest costs {first.dollars} ({first.title})."
+        nearest = answer.front[0]
+        yield f"NONE{asked}: the cheapest costs {nearest.dollars} ({nearest.title})."
     else:
         chance = f", in budget with {probability(best.costs_at_most(budget), FEW)}" if asked else ""
         yield f"FASTEST{asked}: {_run(best)}{chance}."
@@ -80,8 +80,8 @@ def _run(run: RentedRun) -> str:
 
 def _front(answer: RentAnswer, *, every: bool) -> Iterator[str]:
     heads = ("bill", "time", "nodes x devices", "goodput", "energy", "fits", "stopped by")
-    named = (answer.cheapest, answer.fastest)
-    rows = answer.front if every else shown(answer.front, named, lambda run: (log(run.usd), log(run.wall_s)))
+    recommended = (answer.cheapest, answer.fastest)
+    rows = answer.front if every else shown(answer.front, recommended, lambda run: (log(run.usd), log(run.wall_s)))
     yield from _table((heads, *map(_cells, rows)), ">><>>><")
     yield from _left_out(len(answer.front) - len(rows))
 
@@ -157,8 +157,8 @@ def footnotes(answer: RentAnswer, *, every: bool = False) -> Iterator[str]:
         "Stopped by: shares of a step that more nodes do not shrink; batch: each data-parallel rank has one "
         "sequence; memory: layers recompute to fit."
     )
-    named = (run.prediction for run in (answer.cheapest, answer.fastest) if run is not None)
-    yield from dict.fromkeys(sentence for prediction in named for sentence in rate_caveats(prediction))
+    recommended = (run.prediction for run in (answer.cheapest, answer.fastest) if run is not None)
+    yield from dict.fromkeys(sentence for prediction in recommended for sentence in rate_caveats(prediction))
     yield from _unpriced(answer.unpriced, every=every)
     yield from _left_out_devices(answer.left_out)
     yield (
@@ -182,8 +182,8 @@ def _unpriced(names: Sequence[str], *, every: bool) -> Iterator[str]:
 
 def _left_out_devices(missing: Mapping[str, str]) -> Iterator[str]:
     if missing:
-        named = ", ".join(f"{device} (no {figures})" for device, figures in missing.items())
-        yield f"Priced and not tried, since a figure is not known: {named}."
+        devices = ", ".join(f"{device} (no {figures})" for device, figures in missing.items())
+        yield f"Priced and not tried, since a figure is not known: {devices}."
 
 
 def reproduced(answer: RentAnswer) -> str:
@@ -212,8 +212,8 @@ def serve_rent_answer(answer: ServeRentAnswer, *, every: bool = False) -> Iterat
     limit = f" within {answer.latency_s * 1e3:g} ms per token" if answer.latency_s < float("inf") else ""
     best = answer.cheapest
     if best is None:
-        first = min(answer.front, key=lambda deployment: deployment.per_token_s)
-        yield f"  NONE{limit}: the fastest takes {first.per_token_s * 1e3:.3g} ms ({first.offer.title})."
+        fastest = min(answer.front, key=lambda deployment: deployment.per_token_s)
+        yield f"  NONE{limit}: the fastest takes {fastest.per_token_s * 1e3:.3g} ms ({fastest.offer.title})."
     else:
         users = f", {best.users_within(answer.latency_s):,} requests at once{limit}" if limit else ""
         line = (

@@ -236,11 +236,11 @@ def _serve_rank(pipe: Connection, function: Any, task: _Task, rank: int) -> None
     try:
         function(task, rank)
     except Exception as error:
-        known = isinstance(error, MeshwrightError)
-        if not known:
+        is_expected = isinstance(error, MeshwrightError)
+        if not is_expected:
             traceback.print_exc()
         with suppress(OSError):
-            reason = " ".join((str(error) if known else f"{type(error).__name__}: {error}").split())
+            reason = " ".join((str(error) if is_expected else f"{type(error).__name__}: {error}").split())
             pipe.send_bytes(f"rank {rank}: {reason[:MOST_LETTERS]}".encode())
         raise SystemExit(1) from None
 

@@ -26,11 +26,11 @@ from meshwright.spec.plan.plan import RANDOM
 def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[str] | None = None) -> tuple[Plan, str]:
     """Return (plan, resume), as read_plan, with the defaults of fine-tuning. `notes` takes those that were used."""
     typed = [str(word) for word in words if plan_of(word) is None]
-    whole = len(typed) < len(words) or any("=" not in word for word in typed)
+    is_whole_plan = len(typed) < len(words) or any("=" not in word for word in typed)
     keys = {key for word in typed if "=" in word and not word.startswith("resume=") for key in overridden_keys(word)}
     is_laid_out = (processes or 1) == 1 or any(key.partition(".")[0] == "layout" for key in keys)
     shared = {} if is_laid_out else SHARDED_DEFAULTS
-    added = {} if whole else {**defaults_of(TUNING_DEFAULTS, keys), **shared}
+    added = {} if is_whole_plan else {**defaults_of(TUNING_DEFAULTS, keys), **shared}
 
     def read(notes: list[str] | None) -> tuple[Plan, str]:
         more = [f"{key}={value}" for key, value in added.items()]
@@ -38,7 +38,7 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
 
     # The data, the adapters and the positions of the plan decide on further defaults: read it, then read it again.
     plan, resume = read(notes)
-    if plan.init == RANDOM and "model.init" not in keys and (not whole or (plan.model.lora and resume == "no")):
+    if plan.init == RANDOM and "model.init" not in keys and (not is_whole_plan or (plan.model.lora and resume == "no")):
         raise PlanError(
             f"tune needs a model: give its Hugging Face folder as {argument('model', 'DIR')} (`meshwright "
             "export` writes one from a run). For random weights give model.init=random"
@@ -48,7 +48,7 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
     if any(word == "data.form=text" for word in typed):
         raise PlanError("data.form=text has no answers to tune on: take meshwright train, which trains on all text")
     pairs = holds_pairs(plan.data)
-    if not whole and pairs:
+    if not is_whole_plan and pairs:
         added = {**defaults_of(PREFERENCE_DEFAULTS, keys), **shared}
         if "recipe.learning_rate" in added:
             added["recipe.learning_rate"] = OBJECTIVE_RATES.get(plan.recipe.objective, added["recipe.learning_rate"])

@@ -169,8 +169,8 @@ def violations(drawn: DrawnCase) -> list[str]:
 
 
 def _build(kind: type, settings: Settings, **parts: Any) -> Any:
-    named = {field.name: settings.get(key, _default(key, field)) for key, field, _ in TABLES[kind]}
-    return kind(**named, **parts)
+    field_values = {field.name: settings.get(key, _default(key, field)) for key, field, _ in TABLES[kind]}
+    return kind(**field_values, **parts)
 
 
 def _default(key: str, field: "Field[Any]") -> Any:
@@ -203,10 +203,10 @@ def _parse_word(key: str, word: str) -> Any:
     if get_origin(hint) is UnionType:
         hint = next(alternative for alternative in get_args(hint) if alternative is not NoneType)
     if get_origin(hint) is Literal:
-        known = {_format_value(value): value for value in get_args(hint)}
-        if word not in known:
-            raise PlanError(f"--case: {key}={word} is unknown: take one of {', '.join(known)}")
-        return known[word]
+        values_by_word = {_format_value(value): value for value in get_args(hint)}
+        if word not in values_by_word:
+            raise PlanError(f"--case: {key}={word} is unknown: take one of {', '.join(values_by_word)}")
+        return values_by_word[word]
     try:
         if get_origin(hint) is tuple:
             return tuple(map(int, word.split(",")))
@@ -467,9 +467,9 @@ def _draw_empty_sequences(random: Random, dp: int, rows: int, batch: int) -> tup
         micro_batch[reader],
         random.sample(range(batch), random.randint(1, max(1, batch // 2))),
     )
-    chosen = sorted(random.choice(kinds))
+    empty_sequences = sorted(random.choice(kinds))
     # A batch without any target has no loss, so one sequence stays.
-    return tuple(chosen if len(chosen) < batch else chosen[1:])
+    return tuple(empty_sequences if len(empty_sequences) < batch else empty_sequences[1:])
 
 
 def often(random: Random, share: float) -> bool:

@@ -50,8 +50,8 @@ def verify(
     from meshwright.interface.terminal.screen_text import print_json
     from meshwright.observe.oracle.features import ALL, FEATURES
 
-    wanted = {name.strip() for name in only.split(",") if name.strip()}
-    unknown = wanted - ALL.keys()
+    wanted_features = {name.strip() for name in only.split(",") if name.strip()}
+    unknown = wanted_features - ALL.keys()
     if unknown:
         raise ArgumentError("only", sorted(unknown)[0], "is not a feature", f"choose from {', '.join(ALL)}")
     if processes < 1:
@@ -72,7 +72,7 @@ def verify(
     # On GPUs each rank takes one, since NCCL refuses two ranks on a device.
     processes = min(processes, allowed)
     if random is not None or case is not None:
-        if (random is not None and case is not None) or wanted or page:
+        if (random is not None and case is not None) or wanted_features or page:
             raise PlanError("give either --random or --case, with --seed, --processes, --device and --json only")
         if random is not None:
             return verify_random(random, seed or 0, processes=processes, device=device, json=json, compiled=compiled)
@@ -82,22 +82,28 @@ def verify(
             raise PlanError("--case is empty: give a case as --random prints it, as 'kv_heads=1 tp=2'")
         return verify_case(case or "", device=device, json=json, processes=processes)
     if one_gpu := device == "cuda" and processes == 1:
-        chosen, refused = trials_of_one_rank(every_compiled=compiled)
+        selected, refused = trials_of_one_rank(every_compiled=compiled)
     else:
-        chosen, refused = trials([name for name in FEATURES if compiled or name != "compiled" or name in wanted])
+        selected, refused = trials(
+            [name for name in FEATURES if compiled or name != "compiled" or name in wanted_features]
+        )
     # The matrix covers pairs. A request for three features or more may need a layout of its own.
-    having = [trial for trial in chosen if trial.layout.world <= processes and wanted <= trial.features]
-    chosen = having or [_fitting_trial(wanted, processes, allowed)]
-    summary = f"{many(len(chosen), 'case')}, {sum(trial.layout.compile == 'on' for trial in chosen)} of them compiled"
+    matching_trials = [
+        trial for trial in selected if trial.layout.world <= processes and wanted_features <= trial.features
+    ]
+    selected = matching_trials or [_fitting_trial(wanted_features, processes, allowed)]
+    summary = (
+        f"{many(len(selected), 'case')}, {sum(trial.layout.compile == 'on' for trial in selected)} of them compiled"
+    )
     if one_gpu:
         summary = f"1 GPU: {summary}, each beside plain code on it; layouts over ranks take 2 GPUs or more"
     # On stderr, so that --json leaves one document on stdout.
     print(summary, file=sys.stderr, flush=True)
     outcomes = []
-    for trial, difference in run(chosen, device):
+    for trial, difference in run(selected, device):
         outcomes.append((trial, difference))
         if not json:
-            progress = f"{len(outcomes):>3}/{len(chosen)}  {many(trial.layout.world, 'rank')}"
+            progress = f"{len(outcomes):>3}/{len(selected)}  {many(trial.layout.world, 'rank')}"
             print(f"{progress}  {trial.title}: {difference or 'equal'}", flush=True)
     failed = [f"{trial.title}: {difference}" for trial, difference in outcomes if difference]
     if page:

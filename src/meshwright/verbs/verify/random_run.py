@@ -151,10 +151,10 @@ def _judge_batch(world: int, cases: dict[int, DrawnCase], device: str) -> Iterat
     for position, (index, (drawn, alone, redrawn)) in enumerate(settled.items()):
         if together is None:
             # A rank of some case failed and ended the group. Alone, each case shows its own outcome.
-            first = _run_and_compare(drawn, alone, device)
+            first_difference_of_case = _run_and_compare(drawn, alone, device)
         else:
-            first = difference(drawn.case, alone, together[position])
-        yield CaseVerdict(index=index, drawn=drawn, difference=first, redrawn=redrawn)
+            first_difference_of_case = difference(drawn.case, alone, together[position])
+        yield CaseVerdict(index=index, drawn=drawn, difference=first_difference_of_case, redrawn=redrawn)
 
 
 def _settle_case(case: Case, device: str) -> tuple[RankOutcome, int]:
@@ -174,8 +174,8 @@ def _rounding(case: Case, alone: RankOutcome, device: str) -> float:
     # Other kernels and single-sequence micro-batches change the order of nearly every sum.
     several = replace(ALONE, kernels="reference", micro_batch=1)
     other = outcome(case, several, device=device)
-    whole = {name: tensor for name, (_, tensor) in other.tensors.items()}
-    return max(distance(name, alone, whole, BANDS["fp32"]) for name in alone.tensors)
+    whole_tensors = {name: tensor for name, (_, tensor) in other.tensors.items()}
+    return max(distance(name, alone, whole_tensors, BANDS["fp32"]) for name in alone.tensors)
 
 
 def _run_and_compare(drawn: DrawnCase, alone: RankOutcome, device: str) -> str | None:
@@ -226,8 +226,8 @@ def wider_band(case: Case, alone: RankOutcome) -> Band:
     exact, fixed = outcome(case.unrounded, ALONE), case.band
     widest = WIDEST if case.products == SAME else WIDEST_FP8
     selves = alone, *(outcome(case, way) for way in VARIANTS)  # one loss alone may be near by chance
-    whole = {name: tensor for name, (_, tensor) in exact.tensors.items()}
-    gaps = {name: distance(name, alone, whole, fixed) for name in alone.tensors}
+    whole_tensors = {name: tensor for name, (_, tensor) in exact.tensors.items()}
+    gaps = {name: distance(name, alone, whole_tensors, fixed) for name in alone.tensors}
 
     def numbers(ours: Sequence[float], others: Sequence[float]) -> float:
         return max(abs(a - b) / abs(a) for a, b in zip(ours, others, strict=True))
@@ -239,7 +239,7 @@ def wider_band(case: Case, alone: RankOutcome) -> Band:
         """Return the relative length of the difference, which bounds the error of the norm."""
         names = [name for name in gaps if name.startswith(f"step {step} gradient of ")]
         # The norm of a difference bounds the difference of norms, by the triangle inequality.
-        squares = [float((whole[name] - alone.tensors[name][1]).square().sum()) for name in names]
+        squares = [float((whole_tensors[name] - alone.tensors[name][1]).square().sum()) for name in names]
         return sqrt(sum(squares)) / exact.norms[step - 1]
 
     return replace(
