@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from meshwright.serving.engine.speculation import Speculation
     from meshwright.serving.http.server_options import ServerLimits
     from meshwright.spec.errors import DoesNotFit, MeshwrightError, PlanError
-    from meshwright.verbs.compare.answer import compare
-    from meshwright.verbs.compare.serving import compare_serving
+    from meshwright.verbs.compare.answer import compare, compare_serving
     from meshwright.verbs.distill.answer import distill
     from meshwright.verbs.dryrun.answer import dry_run
     from meshwright.verbs.eval.answer import evaluate
@@ -54,7 +53,7 @@ __getattr__ = lazy_names(__name__, {
     "compare": "verbs.compare.answer", "distill": "verbs.distill.answer", "dry_run": "verbs.dryrun.answer",
     "evaluate": "verbs.eval.answer", "explore": "verbs.explore.answer", "load": "interface.trained.opening",
     "plan": "verbs.plan.answer", "plan_from": "verbs.plan_from.answer", "plan_serving": "verbs.plan_serve.answer",
-    "compare_serving": "verbs.compare.serving", "rent": "verbs.rent.answer", "rent_serving": "verbs.rent.answer",
+    "compare_serving": "verbs.compare.answer", "rent": "verbs.rent.answer", "rent_serving": "verbs.rent.answer",
     "profile": "verbs.profile.answer", "quantize": "verbs.quantize.answer", "report": "verbs.report.answer",
     "sharded_engine": "verbs.serve.sharded", "train": "verbs.train.answer", "tune": "verbs.tune.answer",
     "EngineOptions": "serving.engine.engine_options", "RequestOptions": "serving.engine.answers.request_options",

@@ -11,7 +11,7 @@ import meshwright as mw
 from meshwright.interface.terminal.help import VERBS
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.spec.weights.gguf_schemes import GGUF_SCHEMES
-from meshwright.verbs.compare.serving import compare_serving
+from meshwright.verbs.compare.answer import compare_serving
 from meshwright.verbs.main import main
 from meshwright.verbs.plan_serve.answer import plan_serving
 from meshwright.verbs.rent.answer import rent_serving

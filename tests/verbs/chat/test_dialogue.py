@@ -88,6 +88,10 @@ def test_the_verb_reads_lines(
     monkeypatch.setattr("sys.stdin", io.StringIO("one line without an end"))
     assert main(["chat", folder, "--greedy", "--max-new-tokens", "2"]) == 0
     assert main(["chat", folder, "--max-new-tokens", "0"]) == 2
+    monkeypatch.setattr("sys.stdin", io.StringIO("word " * 500))
+    assert main(["chat", folder, "--greedy"]) == 0
+    err = capsys.readouterr().err
+    assert "; /reset begins anew" in err and "max_new_tokens=" not in err
 
 
 def test_a_model_without_a_chat_template_is_told_of(

@@ -96,7 +96,10 @@ def _answer(conversation: "Dialogue", turn: str) -> None:
     except MeshwrightError as error:
         if isinstance(error, RunError):
             raise
-        print(f"{error}; {RESET} begins anew", file=sys.stderr)
+        from meshwright.verbs.commands import option_writer
+
+        # The error marks arguments of Python, and here people know options.
+        print(f"{error.written(option_writer(['chat']))}; {RESET} begins anew", file=sys.stderr)
     if conversation.last is not None and conversation.last is not before:
         print(flush=True)
         print(cost(conversation.last), file=sys.stderr)

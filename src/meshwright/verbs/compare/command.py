@@ -62,8 +62,8 @@ def compare(
 
 def _compare_serving(run: Path, cluster: str | None, load: Mapping[str, int], tolerance: float, *, json: bool) -> None:
     from meshwright.interface.terminal.screen_text import console, print_json, show
+    from meshwright.verbs.compare.answer import compare_serving
     from meshwright.verbs.compare.screen import served_load
-    from meshwright.verbs.compare.serving import compare_serving
 
     if cluster is None:
         raise ArgumentError(

@@ -10,7 +10,7 @@ from meshwright.observe.compare.table import TITLES, explanation, missing, notes
 from meshwright.spec.units import many
 
 if TYPE_CHECKING:
-    from meshwright.verbs.compare.serving import ServingComparison
+    from meshwright.verbs.compare.answer import ServingComparison
 
 UNKNOWN = "--all also says why a figure is unknown; meshwright profile measures the most figures."
 

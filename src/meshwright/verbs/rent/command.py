@@ -104,11 +104,11 @@ def rent(
     }  # fmt: skip
     # Options of the other question are refused, since ignoring them would mislead.
     own_options, foreign_options = (serving, training) if serve else (training, serving)
-    foreign_name = next((name for name, setting in foreign_options.items() if _is_set(setting)), None)
-    if foreign_name:
+    option = next((name for name, setting in foreign_options.items() if _is_set(setting)), None)
+    if option:
         switch = argument("serve", True)
         rule, remedy = ("training", f"leave out {switch}") if serve else ("serving", f"add {switch}")
-        raise ArgumentError(foreign_name, rule=f"is for {rule}", remedy=remedy)
+        raise ArgumentError(option, rule=f"is for {rule}", remedy=remedy)
     asked = {name: setting for name, setting in own_options.items() if _is_set(setting)}
     asked |= {"prices": prices, "devices": _names(devices, "devices", "h100,mi300x"), "nodes": _numbers(nodes)}
     from meshwright.interface.answers.answer import check_page, write_page

@@ -155,7 +155,7 @@ def _with_processes(task: _Task) -> Iterator[TrainedModel]:
         except RunError as error:
             # A rank that ended may have reported why; here only its connection is lost.
             last_words = _last_words([pipe for _, pipe in others])
-            raise RunError(f"{error} ({last_words})" if last_words else str(error)) from error
+            raise error.reworded(after=f" ({last_words})" if last_words else "") from error
         finally:
             torch.set_num_threads(before)
             for process, pipe in others:
