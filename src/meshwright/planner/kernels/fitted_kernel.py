@@ -110,7 +110,7 @@ hot: more tokens of the busiest rank for each doubling of ep. skewed: time that 
 row_us: of a thousand tokens x top_k.
 """
 ROUNDS = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0}
-"""How often each byte of the tensor travels."""
+"""Number of times that each byte of the tensor travels."""
 COLLECTIVE: dict[str, float] = {"launch_us": 6.0, "hop": 0.12, "link": 0.8, "small": 2e5, "blend": 1.5}
 """Constants of a collective before a fit. Bytes are those of the whole tensor, as nccl-tests count them.
 hop: of a step to another rank, of launch_us. link: share of the data sheet's bandwidth in one direction.
