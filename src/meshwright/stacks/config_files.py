@@ -47,15 +47,15 @@ def _yaml_lines(tree: dict[str, Any], indent: str) -> Iterator[str]:
         yield f"{line}  # {value.meaning}" if value.meaning else line
 
 
-def _yaml_word(value: Any) -> str:
+def _yaml_word(setting: Any) -> str:
     """Return a value in a single line that YAML and JSON both read."""
     # Words that YAML would read as something else, such as `no`, are quoted.
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_./][\w./-]*", value):
-        return value if yaml.safe_load(value) == value else json.dumps(value)
-    if isinstance(value, float):
+    if isinstance(setting, str) and re.fullmatch(r"[A-Za-z_./][\w./-]*", setting):
+        return setting if yaml.safe_load(setting) == setting else json.dumps(setting)
+    if isinstance(setting, float):
         # repr writes 1e-05, which YAML 1.1 reads as text for want of a point.
-        return f"{value:.10f}".rstrip("0") if 1e-9 < abs(value) < 1 else repr(value)
-    return json.dumps(value)
+        return f"{setting:.10f}".rstrip("0") if 1e-9 < abs(setting) < 1 else repr(setting)
+    return json.dumps(setting)
 
 
 def read_yaml(text: str) -> list[Entry]:

@@ -423,7 +423,7 @@ def _check_fixed(file: ConfigFile, entry: Entry, path: Path) -> None:
     # A fixed key that is also ignored was written for convenience, and any value will do.
     if entry.key not in file.fixed or file.ignores(entry.key):
         return
-    value, _ = file.fixed[entry.key]
-    if str(entry.value).lower() != str(value).lower():
-        stated, counted = (option_word("yaml", entry.key, word) for word in (entry.value, value))
+    counted_setting, _ = file.fixed[entry.key]
+    if str(entry.value).lower() != str(counted_setting).lower():
+        stated, counted = (option_word("yaml", entry.key, word) for word in (entry.value, counted_setting))
         raise PlanError(f"{path}, line {entry.line}: {stated} is not counted here: take {counted}")

@@ -269,10 +269,10 @@ def _compute(text: str, names: dict[str, str]) -> str:
     # Bash divides whole numbers and drops the remainder, as // does in Python.
     expression = re.sub(r"[A-Za-z_]\w*", lambda match: names.get(match[0], match[0]), text).replace("/", "//")
     try:
-        value = evaluate_literals(ast.parse(expression.strip(), mode="eval").body)
+        number = evaluate_literals(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, ZeroDivisionError):
         return ""
-    return str(value) if isinstance(value, int) else ""
+    return str(number) if isinstance(number, int) else ""
 
 
 def _words(line: str, number: int) -> Iterator[str]:
