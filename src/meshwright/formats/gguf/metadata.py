@@ -267,8 +267,8 @@ class _Keys:
         for key in CHANGE_THE_MODEL:
             setting = self.header.keys.get(self.full_name(key), 0)
             # Files state such keys also where they change nothing: 0 is off, and a factor of 1 is none.
-        if setting not in (0, 1):
-            raise HubError(f"{self.header.file}: {self.full_name(key)}={str(setting)[:40]} is not supported")
+            if setting not in (0, 1):
+                raise HubError(f"{self.header.file}: {self.full_name(key)}={str(setting)[:40]} is not supported")
         if self.header.keys.get(self.full_name("attention.causal"), True) is not True:
             raise HubError(
                 f"{self.header.file}: {self.full_name('attention.causal')} is false: it is not a causal language model"
