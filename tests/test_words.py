@@ -27,6 +27,21 @@ OPENINGS = re.compile(r"(Of|What|As|Whether|Where|When|By|For|To|From|How|Who|Wh
 MOST_WORDS = 30
 """Longest sentence of a docstring, in words."""
 
+SCRIPT_NOISE = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'", re.DOTALL)
+"""Comments and plain strings of JavaScript. Template literals stay, because code lies in them."""
+SCRIPT_BINDINGS = (
+    re.compile(r"\b(?:const|let|var)\s+(\w+|[\[{][^=]*?[\]}])\s*(?==|;|,|of\b|in\b)"),  # also those of a for loop
+    re.compile(r",\s*(\w+|\{[^{}=()]*\}|\[[^\[\]=()]*\])\s*=(?![=>])"),  # further declarations, and defaults
+    re.compile(r",\s*(\w+)\s*;"),
+    re.compile(r"\b(?:function\b\s*\*?|class\b)\s*(\w+)"),
+    re.compile(r"\bfunction\b\s*\*?\s*\w*\s*\(([^()]*)\)"),
+    re.compile(r"(?m)^\s*(?!(?:if|for|while|switch|catch)\b)\w+\(([^()]*)\)\s*\{"),  # a method
+    re.compile(r"\bcatch\s*\((\w+)\)"),
+    re.compile(r"\(([^()]*)\)\s*=>"),
+    re.compile(r"([A-Za-z_$][\w$]*)\s*=>"),
+)
+"""Where a script binds names. A group may hold a list of parameters or a destructuring pattern."""
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -50,6 +65,19 @@ def assigned_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.name
             case ast.ExceptHandler(name=str(name)):
                 yield node.lineno, name
+
+
+def script_names(text: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of every variable, parameter, function and class that a script defines.
+
+    In `{key: name = default}` only `name` is bound: the key is somebody else's word.
+    """
+    text = SCRIPT_NOISE.sub(lambda noise: re.sub(r"[^\n]", " ", noise.group()), text)
+    for pattern in SCRIPT_BINDINGS:
+        for binding in pattern.finditer(text):
+            bound = re.sub(r"=[^,\]}]*", "", re.sub(r"[\w$]+\s*:", "", binding.group(1)))
+            for name in re.findall(r"[A-Za-z_$][\w$]*", bound):
+                yield text.count("\n", 0, binding.start(1)) + 1, name
 
 
 def vague_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -123,3 +151,33 @@ def test_names_outside_the_package_are_no_pronouns(folder: str) -> None:
         for line, name in assigned_names(tree)
         if name.strip("_") in PRONOUNS
     ]
+
+
+def test_names_in_scripts_say_what_a_thing_is() -> None:
+    scripts = sorted(SOURCE.rglob("*.js"))
+    assert scripts
+    assert not [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in scripts
+        for line, name in script_names(path.read_text(encoding="utf-8"))
+        if name.strip("_$") in PRONOUNS | VAGUE
+    ]
+
+
+def test_every_way_to_bind_a_name_in_a_script_is_read() -> None:
+    script = """
+        const one = 1, {kept: said, total} = one, [, found] = costs; // const comment = 1
+        let place = "const text = 1", given;
+        for (const own of rows) for (const [tmp, {res}] of own) use(tmp, res);
+        function* some(of, {value = 3, key: item}, [first] = []) { return `${list.map((obj) => obj.kept)}`; }
+        const panel = {
+          show(result, target) { if (target.kept) call(target.kept); },
+        };
+        rows.map(cost => cost.given).filter(([row, {data: {name}}], n) => row && name && n);
+        try { run(); } catch (problem) { report(problem.own, problem.one === problem.some); }
+    """
+    assert {name for _, name in script_names(script)} == {
+        "one", "said", "total", "found", "place", "given", "own", "tmp", "res", "some", "of", "value", "item", "first",
+        "obj", "panel", "result", "target", "cost", "row", "name", "n", "problem",
+    }  # fmt: skip
+    assert (3, "place") in set(script_names(script))

@@ -68,7 +68,7 @@ def opened(browser: Browser, pages: dict[str, Path]) -> Browser:
 def turn(browser: Browser, knob: str, value: object) -> None:
     """As a hand would: the control's own value, then its event."""
     browser.evaluate(
-        f"(() => {{ const knob = KNOBS.find((one) => one.name === {json.dumps(knob)});"
+        f"(() => {{ const knob = KNOBS.find((other) => other.name === {json.dumps(knob)});"
         " const input = knob.box.querySelector('input, select');"
         f" const value = {json.dumps(value)};"
         " if (knob.check) input.checked = value;"
@@ -109,7 +109,7 @@ def test_sliders_change_the_bars_to_what_python_predicts(opened: Browser) -> Non
         ("dp_shard", 2), ("recompute", "selective"), ("sequence", 8192), ("global_batch", 32),
     ):  # fmt: skip
         turn(opened, knob, value)
-    assert opened.evaluate("wrong(lead)") == []
+    assert opened.evaluate("violationsOf(lead)") == []
     layout = Layout(
         tp=2, sp=True, pp=2, schedule="interleaved", vp=4, micro_batch=2, zero=1, dp_shard=2, recompute="selective",
         compile="on", cuda_graphs="off",
@@ -137,18 +137,18 @@ def test_the_illegal_is_said_in_words_and_nothing_else_is_shown(opened: Browser)
         assert message in text(opened, "#refused" if message else "#verdict")
         assert opened.evaluate("document.getElementById('refused').hidden") != bool(message), (knob, value)
         shown = (
-            "['#verdict', '#command', '#bars', '#kinds'].map((one) => document.querySelector(one).checkVisibility())"
+            "['#verdict', '#command', '#bars', '#kinds'].map((name) => document.querySelector(name).checkVisibility())"
         )
         assert opened.evaluate(shown) == [not message] * 4, (knob, value)
     opened.evaluate("document.getElementById('undo').click()")
-    assert opened.evaluate("wrong(lead)") == [] and opened.complaints == []
+    assert opened.evaluate("violationsOf(lead)") == [] and opened.complaints == []
 
 
 @in_browser
 def test_every_legal_neighbour_has_the_planners_time(opened: Browser) -> None:
     question = """KNOBS.flatMap((knob) => (knob.check ? [true, false] : knob.options ?? knob.values()).map(
-        (value) => withValue(lead, lead.state, knob.name, value))).filter((one) => !wrong(lead, one).length).map(
-        ({recipe, layout}) => ({recipe, layout, size: microBatchOf(lead.data.model, layout, recipe),
+        (setting) => withValue(lead, lead.state, knob.name, setting))
+        ).filter((state) => !violationsOf(lead, state).length).map(({recipe, layout}) => ({recipe, layout, size: microBatchOf(lead.data.model, layout, recipe),
         seconds: timeOf(lead, recipe, layout), mfu: mfuOf(lead, recipe, timeOf(lead, recipe, layout))}))"""
     neighbours = opened.evaluate(question)
     assert len(neighbours) > 30
@@ -168,7 +168,7 @@ def test_times_far_from_the_first_layout_are_not_shown(opened: Browser) -> None:
         turn(opened, knob, value)
     turn(opened, "sequence", 16384)
     turn(opened, "zero", 1 if start["zero"] != 1 else 3)
-    assert opened.evaluate("wrong(lead)") == []
+    assert opened.evaluate("violationsOf(lead)") == []
     assert "Time not counted" in text(opened, "#verdict") and "GiB" in text(opened, "#verdict")
     assert "per step" not in text(opened, "#verdict") and "undefined" not in text(opened, "#verdict")
     turn(opened, "sequence", 4096)
@@ -192,7 +192,7 @@ def test_tight_is_not_green(opened: Browser) -> None:
 def test_zero_stages_are_bars_without_a_pipeline(opened: Browser) -> None:
     turn(opened, "pp", 1)
     turn(opened, "zero", 3)
-    labels = opened.evaluate("[...document.querySelectorAll('#bars [data-stage]')].map((one) => one.ariaLabel)")
+    labels = opened.evaluate("[...document.querySelectorAll('#bars [data-stage]')].map((bar) => bar.ariaLabel)")
     for zero, label in enumerate(labels):
         layout = Layout(**opened.evaluate(f"withValue(lead, lead.state, 'zero', {zero}).layout"), **COUNTED)
         prediction = predict(replace(SMALL, layout=layout))
@@ -330,7 +330,7 @@ def test_timelines_follow_the_layout(opened: Browser) -> None:
 
 @in_browser
 def test_every_name_explains_itself(opened: Browser) -> None:
-    asked = opened.evaluate("[...document.querySelectorAll('[data-explain]')].map((one) => one.dataset.explain)")
+    asked = opened.evaluate("[...document.querySelectorAll('[data-explain]')].map((element) => element.dataset.explain)")
     known = opened.evaluate("Object.entries(EXPLAIN).map(([key, words]) => [key, words.length, words[1].length])")
     assert len(set(asked)) >= 30
     assert set(asked) <= {key for key, *_ in known}

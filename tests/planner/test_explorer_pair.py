@@ -93,7 +93,7 @@ def test_controls_move_both_and_a_half_stays_where_it_has_no_such_layout(opened:
     a, b = states(opened)
     assert a["layout"]["tp"] == 8 and b == before
     assert "Stays as it was" in text(opened, "#verdict-2") and "no tp=8" in text(opened, "#verdict-2")
-    assert opened.evaluate("halves.map((half) => wrong(half).length)") == [0, 0]
+    assert opened.evaluate("halves.map((half) => violationsOf(half).length)") == [0, 0]
     opened.evaluate("document.getElementById('undo').click()")
     assert states(opened)[0]["layout"]["tp"] == 1
     assert "Stays" not in text(opened, "#verdict-2") and opened.complaints == []
@@ -118,7 +118,7 @@ def test_keys_choose_a_half_and_reach_everything(opened: Browser) -> None:
     opened.evaluate("document.querySelector('[name=chosen]:checked').focus()")
     opened.press("ArrowRight")
     opened.press("ArrowRight")
-    assert opened.evaluate("chosen") == "B"
+    assert opened.evaluate("selection") == "B"
     before = states(opened)
     opened.evaluate("document.getElementById('knob-recompute').focus()")
     opened.evaluate("change('recompute', 'full')")
@@ -131,7 +131,7 @@ def test_keys_choose_a_half_and_reach_everything(opened: Browser) -> None:
     assert states(opened)[0] == before[0]
     opened.evaluate("document.querySelector('#bars [data-stage=\"1\"]').focus()")
     opened.press("Enter")
-    assert states(opened)[0]["layout"]["zero"] == 1 and opened.evaluate("chosen") == "B"
+    assert states(opened)[0]["layout"]["zero"] == 1 and opened.evaluate("selection") == "B"
     reached, number = set(), opened.evaluate(
         "[...document.querySelectorAll('button, input, select, summary, canvas[tabindex], [tabindex]')].filter((one) =>"
         " one.checkVisibility() && !one.disabled && (one.type !== 'radio' || one.checked)).length"
@@ -165,7 +165,7 @@ def test_a_tap_takes_a_layout_of_the_second_map(opened: Browser) -> None:
 
 
 def test_a_link_and_a_saved_file_bring_both_back(opened: Browser, page: Path) -> None:
-    opened.evaluate("change('sequence', 8192); chosen = 'A'; change('recompute', 'full')")
+    opened.evaluate("change('sequence', 8192); selection = 'A'; change('recompute', 'full')")
     there, address = states(opened), opened.evaluate("toFragment()")
     assert opened.evaluate("location.hash.slice(1)") == address and "b.sequence=8192" in address
     for bad in (address.replace("b.tp=1", "b.tp=3"), address.replace("b.", "c."), "move=B"):
@@ -179,7 +179,7 @@ def test_a_link_and_a_saved_file_bring_both_back(opened: Browser, page: Path) ->
         for _ in range(500):
             if opened.evaluate("document.readyState === 'complete' && typeof halves !== 'undefined'"):
                 break
-        assert states(opened) == there and opened.evaluate("chosen") == "A"
+        assert states(opened) == there and opened.evaluate("selection") == "A"
     again = opened.evaluate("change('recompute', 'none'); savedPage()")
     assert again.count("data-state=") == saved.read_text(encoding="utf-8").count("data-state=")
     opened.ask("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(page.parent))

@@ -45,7 +45,7 @@ def opened(browser: Browser, server: Running, width: int = 900, *, dark: bool = 
     if key:
         until(lambda: "asks for an API key" in shown_text(browser, "notice"))
         browser.complaints.clear()  # the refusal without a key is there by intent
-        browser.evaluate(f"at('key').value = {key!r}; at('key').dispatchEvent(new Event('change'))")
+        browser.evaluate(f"byId('key').value = {key!r}; byId('key').dispatchEvent(new Event('change'))")
         until(lambda: shown_text(browser, "model") == NAME)
     return browser
 
@@ -60,13 +60,13 @@ def turns(browser: Browser) -> list[str]:
 
 
 def write(browser: Browser, text: str) -> None:
-    browser.evaluate("at('said').focus()")
+    browser.evaluate("byId('said').focus()")
     browser.ask("Input.insertText", text=text)
     browser.press("Enter")
 
 
 def idle(browser: Browser) -> bool:
-    return bool(browser.evaluate("at('stop').hidden && !at('send').hidden"))
+    return bool(browser.evaluate("byId('stop').hidden && !byId('send').hidden"))
 
 
 def test_the_page_is_one_file() -> None:
@@ -85,7 +85,7 @@ def test_the_page_comes_with_its_policy(server: Running) -> None:
 @in_browser
 def test_a_conversation(browser: Browser, server: Running) -> None:
     opened(browser, server)
-    browser.evaluate("at('temperature').value = 0; at('tokens').value = 20")
+    browser.evaluate("byId('temperature').value = 0; byId('tokens').value = 20")
     write(browser, "Hello.")
     until(lambda: len(turns(browser)) == 2 and idle(browser))
     messages = [{"role": "user", "content": "Hello."}]
@@ -126,7 +126,7 @@ def test_what_is_said_is_text(browser: Browser, server: Running) -> None:
 
         engine.step = step  # type: ignore[method-assign,assignment]
         opened(browser, other)
-        browser.evaluate(f"at('tokens').value = {len(ids)}")
+        browser.evaluate(f"byId('tokens').value = {len(ids)}")
         write(browser, MARKUP)
         until(lambda: len(turns(browser)) == 2 and idle(browser))
         asked, answered = turns(browser)
@@ -153,17 +153,17 @@ def test_all_of_it_is_reached_by_the_keyboard(browser: Browser, server: Running)
     browser.ask("Input.insertText", text="one")
     browser.press("Enter", shift=True)
     browser.ask("Input.insertText", text="two")
-    assert browser.evaluate("at('said').value") == "one\ntwo" and turns(browser) == []
-    browser.evaluate("at('settings-open').focus()")
+    assert browser.evaluate("byId('said').value") == "one\ntwo" and turns(browser) == []
+    browser.evaluate("byId('settings-open').focus()")
     browser.press("Enter")
-    assert browser.evaluate("!at('settings').hidden && at('settings-open').ariaExpanded") == "true"
+    assert browser.evaluate("!byId('settings').hidden && byId('settings-open').ariaExpanded") == "true"
     within = []
     for _ in range(5):
         browser.press("Tab")
         within.append(focused())
     assert within == ["clear", "key", "temperature", "tokens", "system"]
     browser.press("Escape")
-    assert browser.evaluate("at('settings').hidden") and focused() == "settings-open"
+    assert browser.evaluate("byId('settings').hidden") and focused() == "settings-open"
     unnamed = "[...document.querySelectorAll('input, textarea, button')].filter((one) => !(one.labels?.length || "
     assert browser.evaluate(f"{unnamed}one.ariaLabel || one.textContent.trim())).length") == 0
 
@@ -176,29 +176,29 @@ def test_stop_ends_the_request(browser: Browser, monkeypatch: pytest.MonkeyPatch
         engine_step = server.engine.step
         monkeypatch.setattr(server.engine, "step", lambda: (time.sleep(0.03), engine_step())[1])
         opened(browser, server)
-        browser.evaluate("at('tokens').value = 200")
+        browser.evaluate("byId('tokens').value = 200")
         write(browser, "Count.")
         until(lambda: len(turns(browser)) == 2 and len(turns(browser)[1]) > 3)
-        assert browser.evaluate("at('send').hidden && !at('stop').hidden")
+        assert browser.evaluate("byId('send').hidden && !byId('stop').hidden")
         if by_key:
             browser.press("Escape")
         else:
-            browser.evaluate("at('stop').click()")
+            browser.evaluate("byId('stop').click()")
         until(lambda: idle(browser))
         until(lambda: server.engine.idle)
         assert shown_text(browser, "notice") == "Stopped." and len(turns(browser)[1]) < 200
-        browser.evaluate("at('clear').click()")
+        browser.evaluate("byId('clear').click()")
         assert turns(browser) == []
 
 
 @in_browser
 def test_refusals_are_shown(browser: Browser, server: Running) -> None:
     opened(browser, server)
-    browser.evaluate("at('tokens').value = 100000")
+    browser.evaluate("byId('tokens').value = 100000")
     write(browser, "Too long.")
     until(lambda: "max_tokens=100,000" in shown_text(browser, "notice"))
-    assert turns(browser) == [] and browser.evaluate("at('said').value") == "Too long."
-    browser.evaluate("at('key').value = 'wrong'; at('key').dispatchEvent(new Event('change'))")
+    assert turns(browser) == [] and browser.evaluate("byId('said').value") == "Too long."
+    browser.evaluate("byId('key').value = 'wrong'; byId('key').dispatchEvent(new Event('change'))")
     until(lambda: "asks for an API key" in shown_text(browser, "notice"))
 
 
@@ -208,7 +208,7 @@ def test_refusals_are_shown(browser: Browser, server: Running) -> None:
 def test_it_fits(browser: Browser, server: Running, width: int, dark: bool) -> None:
     """No element is wider than the window, and all text is legible."""
     opened(browser, server, width, dark=dark)
-    browser.evaluate("at('temperature').value = 0; at('tokens').value = 100")
+    browser.evaluate("byId('temperature').value = 0; byId('tokens').value = 100")
     write(browser, "w" * 90)
     until(lambda: len(turns(browser)) == 2 and idle(browser))
     assert browser.evaluate("document.documentElement.scrollWidth") <= width

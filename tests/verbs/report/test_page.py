@@ -221,13 +221,12 @@ def test_coinciding_runs_are_said_and_runs_stand_side_by_side(browser: Browser, 
 @in_browser
 def test_cards_say_where_they_are_from_and_rows_have_one_unit(browser: Browser, pages: dict[str, Path]) -> None:
     opened(browser, pages["full"])
-    titles = browser.evaluate("[...document.querySelectorAll('#tiles h2')].map((one) => one.textContent)")
+    titles = browser.evaluate("[...document.querySelectorAll('#tiles h2')].map((title) => title.textContent)")
     assert len(titles) == 2 and titles[0].startswith("Training: full")
     last = browser.evaluate("RUNS[0].curves.loss.at(-1)")
     assert f"{last:.4g}" in text(browser, "#tiles .tile b")
-    assert browser.evaluate("[101.4 * 2 ** 20, GIB / 10 * 99].map(sayer([101.4 * 2 ** 20, GIB * 9.9], 'bytes'))") == [
-        "0.099 GiB", "9.9 GiB",
-    ]  # fmt: skip
+    question = "[101.4 * 2 ** 20, GIB / 10 * 99].map(formatterOf([101.4 * 2 ** 20, GIB * 9.9], 'bytes'))"
+    assert browser.evaluate(question) == ["0.099 GiB", "9.9 GiB"]
     units = browser.evaluate(
         "[...document.querySelectorAll('#rows tbody tr')].map((row) => [...row.querySelectorAll('td')].map("
         "(cell) => cell.firstChild?.textContent.match(/ ([GMK]iB|B|h|min|s|ms|us)$/)?.[1]).filter(Boolean))"

@@ -3,10 +3,10 @@
 const worstOf = (ranks) => ranks.reduce((worst, rank, n) => rank.total > ranks[worst].total ? n : worst, 0);
 
 // Round steps for an axis up to `most`.
-function ticks(most, about = 5) {
-  const rough = most / about, unit = 10 ** Math.floor(Math.log10(rough));
+function ticks(maximum, about = 5) {
+  const rough = maximum / about, unit = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((n) => n * unit).find((n) => n >= rough);
-  return [...Array(Math.floor(most / step) + 1).keys()].map((n) => n * step);
+  return [...Array(Math.floor(maximum / step) + 1).keys()].map((n) => n * step);
 }
 
 // The four ZeRO stages of the state: {zero, ranks} where legal.
@@ -22,7 +22,7 @@ function zeroStages(half) {
 // {rank, stage}: of a half that is legal.
 function barsIn(half) {
   const {ranks, state} = half;
-  if (!ranks || wrong(half).length) return [];
+  if (!ranks || violationsOf(half).length) return [];
   if (ranks.length > 1 || dpOf(half, state.layout) === 1) return ranks.map((rank) => ({rank}));
   return zeroStages(half).map(({zero, rank}) => ({rank, stage: zero}));
 }
@@ -34,19 +34,19 @@ function drawBars(half) {
   const bars = barsIn(half), stages = bars.filter(({stage}) => stage !== undefined);
   const left = 44, right = 8, top = 30, bottom = 34;
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  const most = 1.06 * Math.max(...halves.flatMap((one) => [one.data.cluster.memory_bytes,
-    ...barsIn(one).map(({rank}) => rank?.total ?? 0)])); // the same axis in both halves
-  const y = (bytes) => height - bottom - bytes / most * (height - top - bottom);
-  const parts = ticks(most / GIB).map((n) =>
+  const maximum = 1.06 * Math.max(...halves.flatMap((half) => [half.data.cluster.memory_bytes,
+    ...barsIn(half).map(({rank}) => rank?.total ?? 0)])); // the same axis in both halves
+  const y = (bytes) => height - bottom - bytes / maximum * (height - top - bottom);
+  const parts = ticks(maximum / GIB).map((n) =>
     `<line class="axis" x1="${left}" x2="${width - right}" y1="${y(n * GIB)}" y2="${y(n * GIB)}"/>` +
     `<text x="${left - 6}" y="${y(n * GIB) + 4}" text-anchor="end">${n}</text>`);
   parts.push(`<text x="4" y="12">GiB</text>`);
-  const slot = (width - left - right) / bars.length, wide = Math.min(90, slot * 0.78), labels = Math.ceil(22 / slot);
-  const place = (n) => left + slot * (n + 0.5) - wide / 2;
+  const slot = (width - left - right) / bars.length, barWidth = Math.min(90, slot * 0.78), labels = Math.ceil(22 / slot);
+  const leftOf = (n) => left + slot * (n + 0.5) - barWidth / 2;
   bars.forEach(({rank, stage}, n) => {
-    if (rank) parts.push(barOf(rank, stage === undefined ? n : 0, place(n), wide, y, stage, stage === state.layout.zero));
-    if (stage !== undefined) parts.push(stageLabel(stage, rank, place(n) + wide / 2, y, slot, stage === state.layout.zero));
-    else if (n % labels === 0) parts.push(`<text x="${place(n) + wide / 2}" y="${y(0) + 14}" text-anchor="middle">${n}</text>`);
+    if (rank) parts.push(barOf(rank, stage === undefined ? n : 0, leftOf(n), barWidth, y, stage, stage === state.layout.zero));
+    if (stage !== undefined) parts.push(stageLabel(stage, rank, leftOf(n) + barWidth / 2, y, slot, stage === state.layout.zero));
+    else if (n % labels === 0) parts.push(`<text x="${leftOf(n) + barWidth / 2}" y="${y(0) + 14}" text-anchor="middle">${n}</text>`);
   });
   if (!stages.length) parts.push(`<text x="${width - right}" y="${height - 3}" text-anchor="end">pipeline rank</text>`);
   if (capacity) {
@@ -59,29 +59,29 @@ function drawBars(half) {
   const worst = ranks[worstOf(ranks)];
   svg.setAttribute("aria-label", stages.length ? `Memory under the four ZeRO stages; this one ${gib(worst.total)}` :
     `Memory of ${ranks.length} pipeline ranks; the largest ${gib(worst.total)}`);
-  half.el("memory-title").textContent = named(half) +
+  half.el("memory-title").textContent = prefixWords(half) +
     (stages.length ? "Memory of one GPU, by ZeRO stage" : "Memory of one GPU of each pipeline rank");
 }
 
-function stageLabel(stage, rank, x, y, slot, own) {
+function stageLabel(stage, rank, x, y, slot, isCurrent) {
   const words = rank ? (rank.total / GIB).toFixed(1) : "not legal";
-  return `<text class="${own ? "own" : ""}" x="${x}" y="${rank ? y(rank.total) - 5 : y(0) - 5}" text-anchor="middle">${words}</text>` +
-    `<text class="${own ? "own" : ""}" x="${x}" y="${y(0) + 14}" text-anchor="middle">ZeRO ${stage}</text>` +
-    (own ? `<text class="own" x="${x}" y="${y(0) + 27}" text-anchor="middle">${slot > 60 ? "\u25b2 chosen" : "\u25b2"}</text>` : "");
+  return `<text class="${isCurrent ? "own" : ""}" x="${x}" y="${rank ? y(rank.total) - 5 : y(0) - 5}" text-anchor="middle">${words}</text>` +
+    `<text class="${isCurrent ? "own" : ""}" x="${x}" y="${y(0) + 14}" text-anchor="middle">ZeRO ${stage}</text>` +
+    (isCurrent ? `<text class="own" x="${x}" y="${y(0) + 27}" text-anchor="middle">${slot > 60 ? "\u25b2 chosen" : "\u25b2"}</text>` : "");
 }
 
-function barOf(rank, n, x, wide, y, stage, own) {
+function barOf(rank, n, x, width, y, stage, isCurrent) {
   let sum = 0;
   const rects = KINDS.filter((kind) => rank.kinds[kind] > 0).map((kind) => {
     const low = sum;
     sum += rank.kinds[kind];
-    return `<rect class="part" data-kind="${kind}" x="${x}" width="${wide}" y="${y(sum)}" ` +
+    return `<rect class="part" data-kind="${kind}" x="${x}" width="${width}" y="${y(sum)}" ` +
       `height="${Math.max(0, y(low) - y(sum))}" fill="var(--${kind})"/>`;
   });
   if (stage === undefined)
     return `<g class="rank" data-rank="${n}" tabindex="0" role="img" aria-label="pipeline rank ${n}: ${gib(sum)}">${rects.join("")}</g>`;
-  const choice = own ? ` class="rank" data-rank="0"` : ` class="stage"`;
-  return `<g${choice} data-stage="${stage}" tabindex="0" role="button" aria-pressed="${own}" aria-label="ZeRO ${stage}: ${gib(sum)}">` +
+  const choice = isCurrent ? ` class="rank" data-rank="0"` : ` class="stage"`;
+  return `<g${choice} data-stage="${stage}" tabindex="0" role="button" aria-pressed="${isCurrent}" aria-label="ZeRO ${stage}: ${gib(sum)}">` +
     `${rects.join("")}</g>`;
 }
 
@@ -94,6 +94,7 @@ function stageWords(half, stage, kind) {
     (stage === half.state.layout.zero ? "" : "Click or press Enter to take it. ") + (kind ? explanation(kind) : EXPLAIN.zero[1]);
 }
 
+// All kinds have a row, those of zero bytes too, so that the table does not jump while a slider moves.
 function drawKinds({el, ranks}) {
   const table = el("kinds");
   const n = worstOf(ranks), worst = ranks[n];
@@ -107,8 +108,8 @@ function drawKinds({el, ranks}) {
 
 // What a rank's bar says when pointed at.
 function rankWords(rank, n, kind) {
-  const list = KINDS.filter((one) => rank.kinds[one] > 0).reverse()
-    .map((one) => `<dt>${one === kind ? `&#9656; ${one}` : one}</dt><dd>${gib(rank.kinds[one])}</dd>`).join("");
-  const more = kind ? explanation(kind) : "";
-  return `<b>Pipeline rank ${n}: ${gib(rank.total)}, ${rank.when}</b><dl>${list}</dl>${more}`;
+  const list = KINDS.filter((kind) => rank.kinds[kind] > 0).reverse()
+    .map((name) => `<dt>${name === kind ? `&#9656; ${name}` : name}</dt><dd>${gib(rank.kinds[name])}</dd>`).join("");
+  const meaning = kind ? explanation(kind) : "";
+  return `<b>Pipeline rank ${n}: ${gib(rank.total)}, ${rank.when}</b><dl>${list}</dl>${meaning}`;
 }

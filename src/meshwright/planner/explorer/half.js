@@ -1,7 +1,6 @@
 // One half of the page, in words: what its layout needs and takes, and the command that asks for it.
 
-const byId = (id) => document.getElementById(id);
-const named = (half) => both ? `${half.label} \u00b7 ${half.title}: ` : "";
+const prefixWords = (half) => isPair ? `${half.label} \u00b7 ${half.title}: ` : "";
 const sameRecipe = ({state, data}) => ["sequence", "global_batch"].every((name) => state.recipe[name] === data.recipe[name]);
 
 // Seconds of a step of a legal state, as Python predicted them; null: Python did not count this state.
@@ -23,7 +22,7 @@ function mfuOf({data, devices}, recipe, seconds) {
 
 const verdictOf = (half, bytes) => !fitsRoom(half, bytes) ? ["no", "DOES NOT FIT"] :
   half.capacity && bytes > half.data.cluster.tight_bytes ? ["tight", "TIGHT"] : ["yes", half.capacity ? "FITS" : "COUNTED"];
-const signed = (value, words) => `${value < 0 ? "\u2212" : "+"}${words(Math.abs(value))}`;
+const signed = (change, words) => `${change < 0 ? "\u2212" : "+"}${words(Math.abs(change))}`;
 
 // What a legal half needs and takes, of all its devices; null: time not counted, or for dollars, no price known.
 function figuresOf(half) {
@@ -35,22 +34,22 @@ function figuresOf(half) {
   };
 }
 
-function verdictWords(half, now) {
+function verdictWords(half, figures) {
   const {ranks, capacity, state, devices, before, stays, data: {price}} = half;
-  const n = worstOf(ranks), {total, when} = ranks[n], where = ranks.length > 1 ? `pipeline rank ${n}, ` : "";
+  const n = worstOf(ranks), {total, when} = ranks[n], rankName = ranks.length > 1 ? `pipeline rank ${n}, ` : "";
   const [mark, word] = verdictOf(half, total), name = mark === "tight" ? explained("tight", word) : word;
   const room = !capacity ? "" : fitsRoom(half, total) ? ` of ${gib(capacity)} \u00b7 ${gib(capacity - total)} free` :
     ` of ${gib(capacity)} \u00b7 ${gib(total - capacity)} too much`;
-  const {seconds} = now, change = before && now.key !== before.key ? before : null;
-  const money = now.usd === null ? "" : `${explained("money", "Money")}: about ${dollars(now.usd)} per billion tokens, at ` +
+  const {seconds} = figures, change = before && figures.key !== before.key ? before : null;
+  const money = figures.usd === null ? "" : `${explained("money", "Money")}: about ${dollars(figures.usd)} per billion tokens, at ` +
     `${dollars(price.usd_per_hour)} per GPU-hour. `;
   return `<p class="first"><strong class="${mark}">${name}</strong> <b>${gib(total)}</b>${room}</p>` +
     (seconds === null ? `<p>${explained("step", "Time not counted")} this far from the first layout</p>` :
     `<p>${explained("step", "predicted")} <b${half.n ? "" : ` id="seconds"`}>${duration(seconds)}</b> per step \u00b7 ` +
     `${explained("mfu", "MFU")} ${percent(mfuOf(half, state.recipe, seconds))} \u00b7 ` +
-    `${Math.round(now.rate / devices).toLocaleString("en")} tokens/s per GPU</p>`) +
+    `${Math.round(figures.rate / devices).toLocaleString("en")} tokens/s per GPU</p>`) +
     (stays ? `<p class="small tight">Stays as it was, since that is not legal here: ${escaped(stays)}</p>` : "") +
-    `<p class="small">${money}Peak: ${where}${when}. ` + (change ? `Last change: memory ${signed(total - change.total, gib)}` +
+    `<p class="small">${money}Peak: ${rankName}${when}. ` + (change ? `Last change: memory ${signed(total - change.total, gib)}` +
     `${seconds && change.seconds ? `, time ${signed(seconds - change.seconds, duration)}` : ""}.` : "") + "</p>";
 }
 
@@ -60,49 +59,50 @@ function commandWords({data, state: {recipe, layout}}) {
     `--layout ${layoutOption(layout)}`;
 }
 
+// How many layouts the map has, and of which recipe: a sample must not pass for the whole.
 function mapWords(half) {
   const {points, land, front, data: {recipe}} = half;
   const shown = points.length < land.legal ?
     `${points.length.toLocaleString("en")} of ${land.legal.toLocaleString("en")}: all that nothing beats, and a sample of the others` :
     `All ${land.legal.toLocaleString("en")}`;
   const none = front.some((point) => fitsRoom(half, point.peak)) ? "" : " None of them fits.";
-  const other = sameRecipe(half) ? "" : " The controls have another recipe, which is not on this map; the dashed line is its memory.";
+  const recipeNote = sameRecipe(half) ? "" : " The controls have another recipe, which is not on this map; the dashed line is its memory.";
   return `${shown}, at sequence ${recipe.sequence.toLocaleString("en")} and ${recipe.global_batch.toLocaleString("en")} ` +
-    `sequences per step.${none} The line joins layouts that no other beats in both time and memory.${other}`;
+    `sequences per step.${none} The line joins layouts that no other beats in both time and memory.${recipeNote}`;
 }
 
 // The sections of the second half are those of the first, under other names.
 function buildHalf(half) {
   if (half.n) for (const name of ["memory", "map"]) {
     const copy = byId(name).cloneNode(true);
-    for (const one of [copy, ...copy.querySelectorAll("[id]")]) one.id += `-${half.n + 1}`;
+    for (const element of [copy, ...copy.querySelectorAll("[id]")]) element.id += `-${half.n + 1}`;
     copy.setAttribute("aria-labelledby", `${copy.getAttribute("aria-labelledby")}-${half.n + 1}`);
     byId(name).after(copy);
   }
-  if (both) half.el("map-title").textContent = `${named(half)}Map of legal layouts`;
+  if (isPair) half.el("map-title").textContent = `${prefixWords(half)}Map of legal layouts`;
   half.el("colour").innerHTML = COLOURED.map((name) => `<option>${name}</option>`).join("");
 }
 
 // After a change of its state.
 function showHalf(half) {
-  const sentences = wrong(half), legal = !sentences.length, {el, state, data} = half;
+  const sentences = violationsOf(half), legal = !sentences.length, {el, state, data} = half;
   el("refused").hidden = legal;
   el("verdict").hidden = el("command").hidden = el("memory").querySelector(".split").hidden = !legal;
   el("options").hidden = true;
   if (legal) {
     half.ranks = memoryOf(data, state.recipe, state.layout);
-    const now = figuresOf(half);
-    el("verdict").innerHTML = verdictWords(half, now);
+    const figures = figuresOf(half);
+    el("verdict").innerHTML = verdictWords(half, figures);
     el("command").hidden = !data.command;
     el("command").firstElementChild.textContent = commandWords(half);
     showOptions(half);
-    half.before = now;
+    half.before = figures;
   } else el("refused").innerHTML = `<p class="first"><strong class="no">NOT LEGAL</strong></p>` +
-    `<ul>${sentences.map((one) => `<li>${escaped(one)}</li>`).join("")}</ul><p class="small">Change a control, or Undo.</p>`;
+    `<ul>${sentences.map((sentence) => `<li>${escaped(sentence)}</li>`).join("")}</ul><p class="small">Change a control, or Undo.</p>`;
 }
 
 function drawHalf(half) {
-  if (!wrong(half).length) {
+  if (!violationsOf(half).length) {
     drawBars(half);
     drawKinds(half);
   }

@@ -2,23 +2,23 @@
 // A layout has the fields of spec/layout/layout.py; a recipe here is {sequence, global_batch}.
 
 // The answer that a table has for these values of its axes.
-function look({nodes}, root, values) {
+function lookUp({nodes}, root, values) {
   let node = nodes[root];
   while (node.by) node = nodes[node.to[values[node.by]] ?? node.else];
   return node.is;
 }
 
-const filled = (sentence, values) => sentence.replace(/\{(\w+)\}/g, (_, name) => values[name]);
+const fillIn = (sentence, values) => sentence.replace(/\{(\w+)\}/g, (_, name) => values[name]);
 const degreeOfData = (layout) => layout.dp_replicate * layout.dp_shard;
 const valuesOf = (recipe, layout) => ({...layout, ...recipe, dp: degreeOfData(layout)});
 
 // Why a layout is illegal, in sentences; none: legal.
 function violations({legal}, recipe, layout) {
   const values = valuesOf(recipe, layout);
-  values.count = look(legal, legal.count, values);
-  return legal.rules.flatMap((root) => look(legal, root, values).map((sentence) => filled(sentence, values)));
+  values.count = lookUp(legal, legal.count, values);
+  return legal.rules.flatMap((root) => lookUp(legal, root, values).map((sentence) => fillIn(sentence, values)));
 }
 
 // Sequences of a forward pass of a rank, and how many such passes are in a step.
-const microBatchOf = ({legal}, layout, recipe) => look(legal, legal.size, valuesOf(recipe, layout));
-const microBatches = ({legal}, layout, recipe) => look(legal, legal.count, valuesOf(recipe, layout));
+const microBatchOf = ({legal}, layout, recipe) => lookUp(legal, legal.size, valuesOf(recipe, layout));
+const microBatches = ({legal}, layout, recipe) => lookUp(legal, legal.count, valuesOf(recipe, layout));

@@ -3,7 +3,7 @@
 // A half's points: {land, points, front, byLayout}.
 function mapOf({landscape: land}) {
   const points = land.points.map(([fields, parts, peak], n) => {
-    const layout = Object.fromEntries(land.fields.map((name, place) => [name, fields[place]]));
+    const layout = Object.fromEntries(land.fields.map((name, index) => [name, fields[index]]));
     layout.sp = Boolean(layout.sp);
     return {layout, parts, peak, step: parts.reduce((a, b) => a + b, 0), front: n < land.front};
   });
@@ -15,11 +15,10 @@ function mapOf({landscape: land}) {
 
 const COLOURED = ["tp", "pp", "cp", "ep", "dp_shard", "zero", "micro_batch", "vp"].filter(
   (name) => name !== "ep" || lead.data.model.experts);
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const fitsRoom = ({capacity}, bytes) => capacity === null || bytes <= capacity;
 
-// 0 .. 6 of a value: degrees by powers of two, ZeRO stages as they are.
-const shade = (name, value) => Math.min(6, name === "zero" ? value * 2 : Math.floor(Math.log2(value)));
+// Step 0 .. 6 of a colour ramp: degrees by powers of two, ZeRO stages as they are.
+const shade = (name, degree) => Math.min(6, name === "zero" ? degree * 2 : Math.floor(Math.log2(degree)));
 
 // The same axes in both halves.
 function scaleOf(width, height) {
@@ -31,30 +30,20 @@ function scaleOf(width, height) {
   const points = halves.flatMap((half) => half.points), rooms = halves.map((half) => half.capacity).filter(Boolean);
   const xs = range([...points.map((point) => point.peak), ...rooms]);
   const ys = range(points.map((point) => point.step));
-  const place = (value, [low, high], from, to) => from + Math.log(value / low) / Math.log(high / low) * (to - from);
+  const position = (amount, [low, high], from, to) => from + Math.log(amount / low) / Math.log(high / low) * (to - from);
   return {
     margin, xs, ys, width, height,
-    x: (bytes) => place(bytes, xs, margin.left, width - margin.right),
-    y: (seconds) => place(seconds, ys, height - margin.bottom, margin.top),
+    x: (bytes) => position(bytes, xs, margin.left, width - margin.right),
+    y: (seconds) => position(seconds, ys, height - margin.bottom, margin.top),
   };
 }
 
 // 1, 2, 5, 10, ... inside a range; powers of ten alone where those are more than `most`.
-function logTicks([low, high], most = 9) {
-  const found = [];
+function logTicks([low, high], maximum = 9) {
+  const ticks = [];
   for (let unit = 10 ** Math.floor(Math.log10(low)); unit <= high; unit *= 10)
-    found.push(...[1, 2, 5].map((n) => n * unit).filter((n) => n >= low && n <= high));
-  return found.length > most ? found.filter((n) => /^[1]/.test(n.toExponential())) : found;
-}
-
-function canvasOf(element) {
-  const width = Math.max(120, element.clientWidth), height = Math.max(1, element.clientHeight), dense = devicePixelRatio || 1;
-  element.width = Math.round(width * dense);
-  element.height = Math.round(height * dense);
-  const pen = element.getContext("2d");
-  pen.scale(dense, dense);
-  pen.font = "11px system-ui, sans-serif";
-  return {pen, width, height};
+    ticks.push(...[1, 2, 5].map((n) => n * unit).filter((n) => n >= low && n <= high));
+  return ticks.length > maximum ? ticks.filter((n) => /^[1]/.test(n.toExponential())) : ticks;
 }
 
 function drawMap(half) {
@@ -76,7 +65,7 @@ function drawMap(half) {
   drawHere(pen, half);
   drawRamp(half, name, colours);
   const fitting = points.filter((point) => fitsRoom(half, point.peak)).length;
-  element.setAttribute("aria-label", `${named(half)}${points.length} layouts by memory and step time, ${fitting} of them fit. ` +
+  element.setAttribute("aria-label", `${prefixWords(half)}${points.length} layouts by memory and step time, ${fitting} of them fit. ` +
     "Arrow keys walk along the fastest for their memory, Enter takes a layout.");
 }
 
@@ -132,11 +121,11 @@ function drawFront(pen, {scale, front}) {
 
 // The layout of the controls: a ring at its memory and time; where these are not on the map, a line at its memory.
 function drawHere(pen, half) {
-  const {scale, state, ranks, pointed} = half, legal = !wrong(half).length;
+  const {scale, state, ranks, pointed} = half, legal = !violationsOf(half).length;
   const seconds = legal && sameRecipe(half) ? timeOf(half, state.recipe, state.layout) : null;
   if (seconds) {
     const peak = ranks[worstOf(ranks)].total;
-    const inside = (value, [low, high]) => Math.min(high, Math.max(low, value));
+    const inside = (amount, [low, high]) => Math.min(high, Math.max(low, amount));
     ring(pen, scale, {peak: inside(peak, scale.xs), step: inside(seconds, scale.ys)}, css("accent"), 7);
   } else if (legal) {
     const x = scale.x(ranks[worstOf(ranks)].total);
@@ -147,9 +136,9 @@ function drawHere(pen, half) {
   if (pointed) ring(pen, scale, pointed, css("ink"), 6);
 }
 
-function ring(pen, scale, point, colour, radius, wide = 2.5) {
+function ring(pen, scale, point, colour, radius, width = 2.5) {
   pen.strokeStyle = colour;
-  pen.lineWidth = wide;
+  pen.lineWidth = width;
   pen.beginPath();
   pen.arc(scale.x(point.peak), scale.y(point.step), radius, 0, 7);
   pen.stroke();
@@ -157,13 +146,14 @@ function ring(pen, scale, point, colour, radius, wide = 2.5) {
 
 function drawRamp({el, points}, name, colours) {
   const values = ascending(points.map((point) => point.layout[name]));
-  const shades = ascending(values.map((value) => shade(name, value)));
+  const shades = ascending(values.map((degree) => shade(name, degree)));
   el("ramp").innerHTML = shades.map((n) => {
-    const own = values.filter((value) => shade(name, value) === n), [low, high] = [own[0], own.at(-1)];
+    const degrees = values.filter((degree) => shade(name, degree) === n), [low, high] = [degrees[0], degrees.at(-1)];
     return `<span><i class="chip" style="background:${colours[n]}"></i>${low === high ? low : `${low}-${high}`}</span>`;
   }).join("");
 }
 
+// The point within 14 pixels of the pointer; one on the front wins a near tie, since it is what a reader aims at.
 function nearest({points, scale}, px, py) {
   let best = null, least = 14 ** 2;
   for (const point of points) {
@@ -186,26 +176,26 @@ function pointWords(half, point) {
 
 // A pointer shows a layout and a mouse click takes it; a tap shows it, and the button in the panel takes it.
 function watchMap(half, take) {
-  const element = half.el("points"), help = panel.of(element), {front, land} = half;
-  const point = (found) => {
-    if (!found || found === half.pointed) return;
-    half.pointed = found;
+  const element = half.el("points"), help = panel.boxOf(element), {front, land} = half;
+  const point = (hit) => {
+    if (!hit || hit === half.pointed) return;
+    half.pointed = hit;
     drawMap(half);
-    panel.show(pointWords(half, found), element);
+    panel.show(pointWords(half, hit), element);
   };
   element.addEventListener("pointermove", (event) => point(nearest(half, event.offsetX, event.offsetY)));
   element.addEventListener("click", (event) => {
-    const found = nearest(half, event.offsetX, event.offsetY);
-    point(found);
-    if (found && event.pointerType !== "touch") take(half, found);
+    const hit = nearest(half, event.offsetX, event.offsetY);
+    point(hit);
+    if (hit && event.pointerType !== "touch") take(half, hit);
   });
   help.addEventListener("click", (event) => event.target.matches("[data-take]") && half.pointed && take(half, half.pointed));
   element.addEventListener("keydown", (event) => {
     const step = {ArrowRight: -1, ArrowUp: -1, ArrowLeft: 1, ArrowDown: 1}[event.key];
     if (step) {
       event.preventDefault();
-      const place = front.includes(half.pointed) ? front.indexOf(half.pointed) : land.start - step;
-      point(front[Math.max(0, Math.min(front.length - 1, place + step))]);
+      const index = front.includes(half.pointed) ? front.indexOf(half.pointed) : land.start - step;
+      point(front[Math.max(0, Math.min(front.length - 1, index + step))]);
     } else if (event.key === "Enter" && half.pointed) take(half, half.pointed);
   });
 }

@@ -17,20 +17,20 @@ function memoryOf(data, recipe, layout) {
   const between = layout.sp ? tokens / layout.tp : tokens, {own: engine} = data.stack;
   const border = pp > 1 ? between * data.model.hidden * data.model.activation_bytes : 0;
   return [...Array(pp).keys()].map((rank) => {
-    const own = pp === 1 ? [0] : stagesOf(kind, pp, vp, rank);
-    const last = own.includes(pp * vp - 1);
-    const count = countOf(data, layout, own.map((stage) => split[stage]), own.includes(0), last);
+    const held = pp === 1 ? [0] : stagesOf(kind, pp, vp, rank);
+    const last = held.includes(pp * vp - 1);
+    const count = countOf(data, layout, held.map((stage) => split[stage]), held.includes(0), last);
     const state = stateBytes(data.memory, table.step, count);
-    const costs = own.map((stage) => stages[stage]);
-    const sizes = own.map((stage) =>
+    const costs = held.map((stage) => stages[stage]);
+    const sizes = held.map((stage) =>
       countOf(data, {...layout, zero: 0}, [split[stage]], stage === 0, stage === pp * vp - 1).whole);
     const shares = sizes.map((size) => size / sizes.reduce((a, b) => a + b, 0));
-    const one = {layout, costs, state, units, first: own.includes(0), last, table, shares, products, stack: data.stack};
+    const facts = {layout, costs, state, units, first: held.includes(0), last, table, shares, products, stack: data.stack};
     const moments = momentsOf(layout, kind, m, rank);
-    const worst = engine ? peakOf(one, moments) :
-      otherPeakOf(one, moments, m, border, logitBytes(data, layout, tokens));
-    const layers = own.reduce((sum, stage) => sum + split[stage].end - split[stage].start, 0);
-    const routed = own.reduce((sum, stage) => sum + routedOf(data.model, split[stage]), 0);
+    const worst = engine ? peakOf(facts, moments) :
+      otherPeakOf(facts, moments, m, border, logitBytes(data, layout, tokens));
+    const layers = held.reduce((sum, stage) => sum + split[stage].end - split[stage].start, 0);
+    const routed = held.reduce((sum, stage) => sum + routedOf(data.model, split[stage]), 0);
     const matrices = matrixBytes(data, layout, layers - routed, routed);
     return rankMemory(data, table, count, worst, engine ? 2 * border : 0, matrices);
   });
@@ -86,38 +86,38 @@ function countOf(data, layout, layers, first, last, alone = false) {
   if (first) parts.push([pieces.embedding, 1]);
   if (last) parts.push([pieces.norm, 1]);
   if (last && !(data.model.tied && first)) parts.push([pieces.head, 1]);
-  const {zero} = layout, [ranks, same] = sharersOf(layout);
+  const {zero} = layout, [ranks, expertRanks] = sharersOf(layout);
   const count = {whole: 0, shard: 0, updated: 0, gathered: 0, tensors: 0, moments: 0, learned: 0, learned_gathered: 0,
     codes: 0, codes_gathered: 0};
   for (const [sizes, times] of parts)
     for (const [shape, expert, copies, stored, trained, codes, lines] of sizes) {
       if (alone && !expert) continue;
-      const n = expert ? same : ranks, many = times * copies;
+      const n = expert ? expertRanks : ranks, pieceCount = times * copies;
       if (codes) {
         const share = zero === 3 && layout.pp === 1 && n > 1 ? Math.ceil(lines / n) * LINE_BYTES : 0;
-        count.codes += many * (share || codes);
-        count.codes_gathered += many * share * n;
+        count.codes += pieceCount * (share || codes);
+        count.codes_gathered += pieceCount * share * n;
         continue;
       }
       const dim = shardedDim(shape, n);
-      const all = numel(shape), each = Math.ceil(shape[dim] / n) * (all / shape[dim]);
-      count.whole += many * all;
-      count.shard += many * each;
-      count.gathered += many * each * n;
+      const elements = numel(shape), shard = Math.ceil(shape[dim] / n) * (elements / shape[dim]);
+      count.whole += pieceCount * elements;
+      count.shard += pieceCount * shard;
+      count.gathered += pieceCount * shard * n;
       if (!trained) continue;
-      count.updated += many * each;
-      count.learned += many * all;
-      count.learned_gathered += many * each * n;
-      count.tensors += many;
-      count.moments += many * momentBytes(shape.map((size, at) => (at === dim ? Math.ceil(size / n) : size)), stored);
+      count.updated += pieceCount * shard;
+      count.learned += pieceCount * elements;
+      count.learned_gathered += pieceCount * shard * n;
+      count.tensors += pieceCount;
+      count.moments += pieceCount * momentBytes(shape.map((size, at) => (at === dim ? Math.ceil(size / n) : size)), stored);
     }
   return count;
 }
 
 // Of a piece of a parameter: spec/weights/boxes.py.
 function momentBytes(sizes, [element, scale, block]) {
-  const row = sizes[sizes.length - 1], all = numel(sizes);
-  return element * all + (scale ? scale * all / row * Math.ceil(row / block) : 0);
+  const row = sizes[sizes.length - 1], elements = numel(sizes);
+  return element * elements + (scale ? scale * elements / row * Math.ceil(row / block) : 0);
 }
 
 // The dim along which ZeRO cuts a tensor: spec/weights/boxes.py, for experts too few for all ranks one inside them.
@@ -141,16 +141,16 @@ function unitsOf(data, layout, table) {
       made: learned * table.parameter_bytes, share: count.updated * table.gradient_bytes,
     };
   };
-  const widest = [{start: layers - 1, end: layers}], [, same] = sharersOf(layout);
+  const widest = [{start: layers - 1, end: layers}], [, expertRanks] = sharersOf(layout);
   const apart = layout.ep > 1 && routedOf(data.model, widest[0]) > 0; // experts are a unit in the block
   const cut = apart ? data.memory.pieces[`${layout.tp},${layout.ep}`].routed.filter(
-    ([shape, expert, , , trained]) => expert && trained && shardedDim(shape, same)) : [];
+    ([shape, expert, , , trained]) => expert && trained && shardedDim(shape, expertRanks)) : [];
   const block = unit(widest, false, false), experts = unit(apart ? widest : [], false, false, true);
   return {
     first: unit([], true, tied), block,
     last: unit([], tied, true), ends: unit([], true, true), summed: degreeOfData(layout) * layout.cp > 1, tied,
     experts, dense: Object.fromEntries(Object.entries(block).map(([size, n]) => [size, n - experts[size]])),
-    alone: apart && same === 1,
+    alone: apart && expertRanks === 1,
     stack: Math.max(0, ...cut.map(([shape]) => numel(shape))) * table.parameter_bytes,
   };
 }
@@ -161,19 +161,19 @@ function stageCosts(data, recipe, layout, tokens, split) {
   const {tp, sp, ep, cp, pp} = layout, {sizes} = data.memory;
   const piped = tp === 1 && ep === 1 && cp === 1 && pp > 1; // blocks of one device are counted in another way
   const key = `${tp}${sp ? "s" : ""}${ep > 1 ? "e" : ""}${cp > 1 ? "c" : ""}${piped ? "p" : ""}`;
-  const {kept} = data.memory, late = pp > 1 && data.schedules[layout.schedule].splits === "all";
-  const parts = ((late && kept[`${key}z`]) || kept[key])[layout.recompute];
+  const {kept: keptLines} = data.memory, late = pp > 1 && data.schedules[layout.schedule].splits === "all";
+  const parts = ((late && keptLines[`${key}z`]) || keptLines[key])[layout.recompute];
   const at = (lines) => lines.length === 3 ? lines[0] + lines[1] * tokens + lines[2] * tokens * recipe.sequence :
     Math[lines[3] > lines[1] ? "max" : "min"](lines[0] + lines[1] * tokens, lines[2] + lines[3] * tokens);
   const bytes = Object.fromEntries(Object.entries(parts).map(([part, lines]) =>
     [part, Object.fromEntries(lines.map((line, n) => [sizes[n], at(line)]))]));
-  for (const [part, one] of Object.entries(bytes)) {
-    const made = data.memory.pieces[`${tp},${ep}`][part].filter(([, , , , trained]) => trained);
-    one.weights = part === "dense" || part === "routed" ? Math.max(0, ...made.map(([shape]) => numel(shape))) : 0;
-    one.made = data.stack.own ? one.weights * data.model.activation_bytes : 0;
-    one.split = Math.max(0, one.kept + Math.max(one.mlp, one.attention) - one.queued);
-    one.mlp += one.made;
-    one.largest_kept = one.kept;
+  for (const [part, cost] of Object.entries(bytes)) {
+    const trained = data.memory.pieces[`${tp},${ep}`][part].filter(([, , , , trained]) => trained);
+    cost.weights = part === "dense" || part === "routed" ? Math.max(0, ...trained.map(([shape]) => numel(shape))) : 0;
+    cost.made = data.stack.own ? cost.weights * data.model.activation_bytes : 0;
+    cost.split = Math.max(0, cost.kept + Math.max(cost.mlp, cost.attention) - cost.queued);
+    cost.mlp += cost.made;
+    cost.largest_kept = cost.kept;
   }
   return split.map((range, stage) => {
     const routed = routedOf(data.model, range);
@@ -182,9 +182,9 @@ function stageCosts(data, recipe, layout, tokens, split) {
       head: Number(stage === split.length - 1),
     };
     return Object.fromEntries([...sizes, "split", "weights", "made", "largest_kept"].map((size) => [size, Object.entries(times).reduce(
-      (sum, [part, many]) => {
-        if (SUMMED.includes(size)) return sum + many * bytes[part][size];
-        return many ? Math.max(sum, bytes[part][size]) : sum;
+      (sum, [part, layerCount]) => {
+        if (SUMMED.includes(size)) return sum + layerCount * bytes[part][size];
+        return layerCount ? Math.max(sum, bytes[part][size]) : sum;
       }, 0)]));
   });
 }

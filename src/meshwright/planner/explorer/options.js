@@ -5,15 +5,15 @@ function optionLines({data: {software, model}, state: {recipe, layout}}) {
   const size = microBatchOf(model, layout, recipe), count = microBatches(model, layout, recipe);
   const values = {...valuesOf(recipe, layout), micro_batch: size, count, local_batch: size * count};
   return Object.entries(software.files).map(([file, options]) => [file, options
-    .map(([, root]) => look(software, root, values)).filter((text) => text !== null).map((text) => filled(text, values))]);
+    .map(([, root]) => lookUp(software, root, values)).filter((text) => text !== null).map((text) => fillIn(text, values))]);
 }
 
 function showOptions(half) {
   const {software} = half.data, box = half.el("options");
   box.hidden = !software;
   if (!software) return;
-  const errors = software.known_errors.map((one) => `<li>${escaped(one)}</li>`).join("");
-  const opened = [...box.querySelectorAll("details")].map((one) => one.open);
+  const errors = software.known_errors.map((error) => `<li>${escaped(error)}</li>`).join("");
+  const opened = [...box.querySelectorAll("details")].map((details) => details.open);
   box.innerHTML = optionLines(half).map(([file, lines], n) =>
     `<details${opened[n] ?? n === 0 ? " open" : ""}><summary>${escaped(software.title)}: <b>${escaped(file)}</b> ` +
     `<span class="small">what this layout sets</span></summary>` +

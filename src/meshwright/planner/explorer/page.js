@@ -1,37 +1,37 @@
 // Puts the page together: the state in the address, what every change shows again, buttons and keys.
 
 const SOURCE = document.documentElement.outerHTML; // before anything is shown
-const past = [];
+const undoStates = []; // what Undo goes back to, the last state last
 
 // The state in the address, so that a link or a reload brings it back; of the second half with "b." in front.
 const FIELDS = [...lead.land.fields];
 const prefixOf = ({n}) => n ? "b." : "";
 function toFragment() {
   const words = halves.flatMap((half) => Object.entries(copyOf(half.state)).flatMap(([, part]) =>
-    Object.entries(part).map(([name, value]) => [prefixOf(half) + name, value])));
-  return new URLSearchParams([...words, ...(both ? [["move", chosen]] : [])]).toString();
+    Object.entries(part).map(([name, setting]) => [prefixOf(half) + name, setting])));
+  return new URLSearchParams([...words, ...(isPair ? [["move", selection]] : [])]).toString();
 }
 
 // The states of all halves; null where a value is missing or no control has it.
 function fromFragment(text) {
-  const given = new URLSearchParams(text.replace(/^#/, ""));
-  const found = halves.map((half) => stateIn(half, (name) => given.get(prefixOf(half) + name)));
-  const move = given.get("move");
-  if (found.includes(null)) return null;
-  return Object.assign(found, {move: halves.some((half) => half.label === move) ? move : "both"});
+  const fields = new URLSearchParams(text.replace(/^#/, ""));
+  const states = halves.map((half) => stateIn(half, (name) => fields.get(prefixOf(half) + name)));
+  const move = fields.get("move");
+  if (states.includes(null)) return null;
+  return Object.assign(states, {move: halves.some((half) => half.label === move) ? move : "both"});
 }
 
-function stateIn(half, given) {
-  const found = {recipe: {}, layout: {}}, {layout} = found, {controls} = half;
-  const number = (name) => /^[1-9]\d{0,9}$/.test(given(name) ?? "") ? Number(given(name)) : null;
-  const one = (name, values) => values.find((value) => String(value) === given(name)) ?? null;
-  for (const name of ["sequence", "global_batch"]) found.recipe[name] = one(name, controls[name]);
+function stateIn(half, field) {
+  const parsed = {recipe: {}, layout: {}}, {layout} = parsed, {controls} = half;
+  const number = (name) => /^[1-9]\d{0,9}$/.test(field(name) ?? "") ? Number(field(name)) : null;
+  const choice = (name, values) => values.find((option) => String(option) === field(name)) ?? null;
+  for (const name of ["sequence", "global_batch"]) parsed.recipe[name] = choice(name, controls[name]);
   for (const name of FIELDS)
-    layout[name] = name.startsWith("dp_") ? number(name) : name === "sp" || name === "vp" ? null : one(name, controls[name]);
-  layout.sp = one("sp", layout.tp > 1 ? [false, true] : [false]);
-  if (layout.pp && layout.schedule) layout.vp = one("vp", layout.pp > 1 || layout.schedule === "1f1b" ? stagesWith(half, layout) : []);
-  const complete = [...Object.values(found.recipe), ...Object.values(layout)].every((value) => value !== null);
-  return complete && layout.dp_replicate * layout.dp_shard === dpOf(half, layout) ? found : null;
+    layout[name] = name.startsWith("dp_") ? number(name) : name === "sp" || name === "vp" ? null : choice(name, controls[name]);
+  layout.sp = choice("sp", layout.tp > 1 ? [false, true] : [false]);
+  if (layout.pp && layout.schedule) layout.vp = choice("vp", layout.pp > 1 || layout.schedule === "1f1b" ? stagesWith(half, layout) : []);
+  const complete = [...Object.values(parsed.recipe), ...Object.values(layout)].every((setting) => setting !== null);
+  return complete && layout.dp_replicate * layout.dp_shard === dpOf(half, layout) ? parsed : null;
 }
 
 const copyOf = ({recipe, layout}) => ({
@@ -39,24 +39,24 @@ const copyOf = ({recipe, layout}) => ({
   layout: Object.fromEntries(FIELDS.map((name) => [name, layout[name]])),
 });
 
-const sameState = (one, other) => JSON.stringify(copyOf(one)) === JSON.stringify(copyOf(other));
+const sameState = (first, second) => JSON.stringify(copyOf(first)) === JSON.stringify(copyOf(second));
 
 // Other states of the halves; those before can be had back.
-function become(next) {
-  const begun = lead.state.layout.tp;
-  if (begun && halves.every((half, n) => sameState(half.state, next[n]))) return changed();
-  if (begun) past.push(halves.map((half) => copyOf(half.state)));
+function setStates(next) {
+  const isStarted = lead.state.layout.tp;
+  if (isStarted && halves.every((half, n) => sameState(half.state, next[n]))) return showChange();
+  if (isStarted) undoStates.push(halves.map((half) => copyOf(half.state)));
   halves.forEach((half, n) => Object.assign(half.state, copyOf(next[n])));
-  changed();
+  showChange();
 }
 
-function changed() {
-  byId("undo").disabled = !past.length;
+function showChange() {
+  byId("undo").disabled = !undoStates.length;
   showControls();
   halves.forEach(showHalf);
   showDifferences();
-  if (!wrong(moved()[0]).length) followLayout();
-  showTries();
+  if (!violationsOf(movedHalves()[0]).length) followLayout();
+  showSuggestions();
   try {
     history.replaceState(null, "", `#${toFragment()}`);
   } catch { /* an embedded page may have no address of its own */ }
@@ -74,38 +74,38 @@ const recipeOf = ({data: {recipe}}) => ({sequence: recipe.sequence, global_batch
 
 // A layout of a half's map, with the map's recipe; the other half takes that recipe, too, where its layout allows.
 function take(half, point) {
-  for (const one of halves) one.stays = "";
-  become(halves.map((one) => {
-    if (one === half) return {recipe: recipeOf(half), layout: point.layout};
-    const next = {recipe: recipeOf(one), layout: one.state.layout};
-    return wrong(one, next).length ? one.state : next;
+  for (const other of halves) other.stays = "";
+  setStates(halves.map((other) => {
+    if (other === half) return {recipe: recipeOf(half), layout: point.layout};
+    const next = {recipe: recipeOf(other), layout: other.state.layout};
+    return violationsOf(other, next).length ? other.state : next;
   }));
 }
 
 // Of every half that the controls move the layout that it began with.
 function takeBest() {
   for (const half of halves) half.stays = "";
-  become(halves.map((half) => moved().includes(half) ? startOf(half) : half.state));
+  setStates(halves.map((half) => movedHalves().includes(half) ? startOf(half) : half.state));
 }
 
 const startOf = (half) => ({recipe: recipeOf(half), layout: half.points[half.land.start].layout});
 
 // Changes worth a look from here.
-function tries() {
-  const [half] = moved(), {state: {layout, recipe}, controls} = half, found = [];
-  if (dpOf(half, layout) > 1) found.push(["zero", layout.zero ? layout.zero - 1 : 3, `ZeRO ${layout.zero} \u2192 ${layout.zero ? layout.zero - 1 : 3}`]);
+function suggestions() {
+  const [half] = movedHalves(), {state: {layout, recipe}, controls} = half, ideas = [];
+  if (dpOf(half, layout) > 1) ideas.push(["zero", layout.zero ? layout.zero - 1 : 3, `ZeRO ${layout.zero} \u2192 ${layout.zero ? layout.zero - 1 : 3}`]);
   if (controls.sequence.includes(2 * recipe.sequence))
-    found.push(["sequence", 2 * recipe.sequence, `sequence ${(2 * recipe.sequence).toLocaleString("en")}`]);
-  const again = layout.recompute === "full" ? "none" : "full";
-  found.push(["recompute", again, again === "full" ? "recompute everything" : "no recomputation"]);
-  const tp = layout.tp > 1 ? 1 : controls.tp.filter((one) => one <= half.data.cluster.per_node).at(-1);
-  if (tp !== layout.tp) found.push(["tp", tp, `tensor parallel ${tp}`]);
-  return found;
+    ideas.push(["sequence", 2 * recipe.sequence, `sequence ${(2 * recipe.sequence).toLocaleString("en")}`]);
+  const recompute = layout.recompute === "full" ? "none" : "full";
+  ideas.push(["recompute", recompute, recompute === "full" ? "recompute everything" : "no recomputation"]);
+  const tp = layout.tp > 1 ? 1 : controls.tp.filter((degree) => degree <= half.data.cluster.per_node).at(-1);
+  if (tp !== layout.tp) ideas.push(["tp", tp, `tensor parallel ${tp}`]);
+  return ideas;
 }
 
-function showTries() {
-  byId("try").innerHTML = "Try: " + tries().map(([name, value, words]) =>
-    `<button type="button" data-try="${name}" data-value="${value}">${words}</button>`).join(" ");
+function showSuggestions() {
+  byId("try").innerHTML = "Try: " + suggestions().map(([name, setting, words]) =>
+    `<button type="button" data-try="${name}" data-value="${setting}">${words}</button>`).join(" ");
 }
 
 async function copy(text, button) {
@@ -136,21 +136,21 @@ function save() {
 }
 
 // The half that something stands in.
-const halfAt = (target) => halves.find((half) => ["memory", "map"].some((id) => half.el(id).contains(target))) ?? moved()[0];
+const halfAt = (target) => halves.find((half) => ["memory", "map"].some((id) => half.el(id).contains(target))) ?? movedHalves()[0];
 
 // ZeRO stage of a bar: in its own half alone.
 function takeStage(stage) {
-  const before = chosen;
-  chosen = both ? halfAt(stage).label : chosen;
+  const before = selection;
+  selection = isPair ? halfAt(stage).label : selection;
   change("zero", Number(stage.dataset.stage));
-  if (chosen !== before) {
-    chosen = before;
-    changed();
+  if (selection !== before) {
+    selection = before;
+    showChange();
   }
 }
 
 function onClick(event) {
-  const [button, stage, options] = ["[data-try]", "[data-stage]", "[data-copy]"].map((one) => event.target.closest(one));
+  const [button, stage, options] = ["[data-try]", "[data-stage]", "[data-copy]"].map((selector) => event.target.closest(selector));
   if (button) change(button.dataset.try, /^\d/.test(button.dataset.value) ? Number(button.dataset.value) : button.dataset.value);
   if (stage) takeStage(stage);
   if (options) copy(options.parentElement.querySelector("pre").textContent, options);
@@ -166,23 +166,23 @@ function onKey(event) {
 function listen() {
   byId("best").addEventListener("click", takeBest);
   byId("undo").addEventListener("click", () => {
-    const before = past.pop();
+    const before = undoStates.pop();
     halves.forEach((half, n) => Object.assign(half, {stays: ""}).state && Object.assign(half.state, before[n]));
-    changed();
+    showChange();
   });
   byId("copy-link").addEventListener("click", (event) => copy(location.href, event.target));
   byId("save").addEventListener("click", save);
   for (const half of halves) {
     half.el("copy-command").addEventListener("click", (event) => copy(commandWords(half), event.target));
     half.el("colour").addEventListener("input", (event) => {
-      for (const one of halves) one.el("colour").value = event.target.value;
+      for (const other of halves) other.el("colour").value = event.target.value;
       halves.forEach(drawHalf);
     });
     watchMap(half, take);
   }
   document.addEventListener("click", onClick);
   document.addEventListener("keydown", onKey);
-  addEventListener("hashchange", () => location.hash.slice(1) !== toFragment() && begin(fromFragment(location.hash)));
+  addEventListener("hashchange", () => location.hash.slice(1) !== toFragment() && openStates(fromFragment(location.hash)));
   let waiting = 0;
   addEventListener("resize", () => {
     cancelAnimationFrame(waiting);
@@ -202,25 +202,25 @@ function explanationOf(target, event) {
 }
 
 // The states of a link.
-function begin(given) {
-  if (!given) return;
-  chosen = given.move;
-  become(given);
+function openStates(states) {
+  if (!states) return;
+  selection = states.move;
+  setStates(states);
 }
 
 function start() {
   const {model, recipe} = lead.data, titles = halves.map((half) => half.title).join(" beside ");
   document.title = `${model.name} on ${titles}: layout explorer`;
-  document.body.classList.toggle("two", both);
+  document.body.classList.toggle("two", isPair);
   byId("title").textContent = `Layout explorer: ${model.name} on ${titles}`;
   byId("subject").textContent = `${(model.parameters / 1e9).toPrecision(3)} B parameters \u00b7 ${recipe.precision} \u00b7 ` +
-    `${halves.map((half) => `${named(half)}${half.data.cluster.per_node} GPUs per node`).join(" \u00b7 ")}`;
+    `${halves.map((half) => `${prefixWords(half)}${half.data.cluster.per_node} GPUs per node`).join(" \u00b7 ")}`;
   halves.forEach(buildHalf);
   buildControls();
   buildTimelines();
   listen();
-  const given = fromFragment(location.hash) ?? fromFragment(document.documentElement.dataset.state ?? "");
-  if (given) begin(given);
+  const states = fromFragment(location.hash) ?? fromFragment(document.documentElement.dataset.state ?? "");
+  if (states) openStates(states);
   else takeBest();
 }
 

@@ -4,7 +4,7 @@
 
 // The actions of each rank.
 function schedule(kind, p, m, v) {
-  const write = kind.order.phrases ? spelled : inRounds;
+  const write = kind.order.phrases ? actionsOfPhrases : actionsOfRounds;
   return [...Array(p).keys()].map((rank) => write(kind.order, stagesOf(kind, p, v, rank), rank, p, m, v));
 }
 
@@ -14,21 +14,21 @@ function stagesOf(kind, p, v, rank) {
   return [...Array(v).keys()].map((chunk) => chunk * p + rank);
 }
 
-function inRounds({hop, late}, stages, rank, p, m, v) {
+function actionsOfRounds({hop, late}, stages, rank, p, m, v) {
   const width = Math.floor(m / Math.max(1, Math.floor(m / p)));
   const order = [...Array(v * m).keys()].map(
     (n) => [Math.floor(n / width) % v, Math.floor(n / (width * v)) * width + n % width]);
   const forward = order.map(([chunk, i]) => ({kind: "F", stage: stages[chunk], i}));
   const backward = order.map(([chunk, i]) => ({stage: stages[v - 1 - chunk], i}));
   const ahead = Math.min((v - 1) * width + hop * (p - 1 - rank), v * m);
-  const found = forward.slice(0, ahead);
-  backward.forEach((place, n) => {
-    if (ahead + n < forward.length) found.push(forward[ahead + n]);
-    found.push({kind: late ? "B" : "BW", ...place});
-    if (late && n >= rank) found.push({kind: "W", ...backward[n - rank]});
+  const actions = forward.slice(0, ahead);
+  backward.forEach((pass, n) => {
+    if (ahead + n < forward.length) actions.push(forward[ahead + n]);
+    actions.push({kind: late ? "B" : "BW", ...pass});
+    if (late && n >= rank) actions.push({kind: "W", ...backward[n - rank]});
   });
-  if (late) found.push(...backward.slice(Math.max(0, v * m - rank)).map((place) => ({kind: "W", ...place})));
-  return found;
+  if (late) actions.push(...backward.slice(Math.max(0, v * m - rank)).map((pass) => ({kind: "W", ...pass})));
+  return actions;
 }
 
 // How often: base + p * ranks + m * micro-batches + r * rank.
@@ -36,32 +36,32 @@ const timesOf = ([base, ofRanks, ofMicroBatches, ofRank], p, m, rank) =>
   base + ofRanks * p + ofMicroBatches * m + ofRank * rank;
 
 // A digit is the place in `stages`, ~ the places 1, 0, 1, ...; the micro-batch is the next one; W alone is the oldest left.
-function spelled({phrases, fewest}, stages, rank, p, m) {
-  const seen = {}, left = [], found = [], whole = Math.max(m, timesOf(fewest, p, m, rank));
+function actionsOfPhrases({phrases, fewest}, stages, rank, p, m) {
+  const seen = {}, waiting = [], actions = [], enough = Math.max(m, timesOf(fewest, p, m, rank));
   let oldest = 0, turn = 1;
   for (const [word, times] of phrases)
-    for (let again = timesOf(times, p, whole, rank); again > 0; again--)
+    for (let repeats = timesOf(times, p, enough, rank); repeats > 0; repeats--)
       for (const letter of word.split(" ")) {
         if (letter === "W") {
-          found.push({kind: "W", ...left[oldest++]});
+          actions.push({kind: "W", ...waiting[oldest++]});
           continue;
         }
         const kind = letter.slice(0, -1), digit = letter.at(-1);
         const stage = stages[digit === "~" ? turn : Number(digit)];
         if (digit === "~") turn = 1 - turn;
         const counted = (kind === "BW" ? "B" : kind) + stage;
-        const place = {stage, i: seen[counted] ?? 0};
-        seen[counted] = place.i + 1;
-        if (kind === "B") left.push(place);
-        found.push({kind, ...place});
+        const pass = {stage, i: seen[counted] ?? 0};
+        seen[counted] = pass.i + 1;
+        if (kind === "B") waiting.push(pass);
+        actions.push({kind, ...pass});
       }
-  return found.filter((action) => action.i < m);
+  return actions.filter((action) => action.i < m);
 }
 
 // When each action runs, and the bubble: (total - work of the busiest rank) / that work.
 function replay(actions, times = {F: 1, B: 1, W: 1}) {
   const lengths = {...times, BW: times.B + times.W};
-  const stages = 1 + Math.max(...actions.map((own) => Math.max(...own.map((action) => action.stage))));
+  const stages = 1 + Math.max(...actions.map((list) => Math.max(...list.map((action) => action.stage))));
   const m = 1 + Math.max(...actions[0].map((action) => action.i));
   const ends = {F: new Float64Array(stages * m).fill(NaN), B: new Float64Array(stages * m).fill(NaN)};
   const spans = actions.map(() => []), free = actions.map(() => 0);
@@ -69,35 +69,35 @@ function replay(actions, times = {F: 1, B: 1, W: 1}) {
   const ready = ({kind, stage, i}) => {
     if (kind === "F") return stage ? ends.F[(stage - 1) * m + i] : 0;
     if (kind === "W") return ends.B[stage * m + i];
-    const own = ends.F[stage * m + i];
-    return stage + 1 < stages ? Math.max(own, ends.B[(stage + 1) * m + i]) : own;
+    const forward = ends.F[stage * m + i];
+    return stage + 1 < stages ? Math.max(forward, ends.B[(stage + 1) * m + i]) : forward;
   };
-  for (let moved = true; moved;) {
-    moved = false;
-    actions.forEach((own, rank) => {
-      for (let next = spans[rank].length; next < own.length; next++) {
-        const action = own[next], made = ready(action);
-        if (Number.isNaN(made)) break;
-        const start = Math.max(free[rank], made), end = free[rank] = start + lengths[action.kind];
+  for (let hasMoved = true; hasMoved;) {
+    hasMoved = false;
+    actions.forEach((list, rank) => {
+      for (let next = spans[rank].length; next < list.length; next++) {
+        const action = list[next], readyAt = ready(action);
+        if (Number.isNaN(readyAt)) break;
+        const start = Math.max(free[rank], readyAt), end = free[rank] = start + lengths[action.kind];
         spans[rank].push({...action, start, end});
         if (action.kind !== "W") ends[action.kind === "F" ? "F" : "B"][action.stage * m + action.i] = end;
-        moved = true;
+        hasMoved = true;
       }
     });
   }
   const total = Math.max(...free);
-  const ideal = Math.max(...spans.map((own) => own.reduce((sum, span) => sum + span.end - span.start, 0)));
+  const ideal = Math.max(...spans.map((list) => list.reduce((sum, span) => sum + span.end - span.start, 0)));
   return {spans, total, bubble: (total - ideal) / ideal, inFlight: actions.map(peak)};
 }
 
 // Most micro-batches of one stage each whose forward pass began and whose W or BW did not end.
-function peak(own) {
-  let alive = 0, most = 0;
-  for (const {kind} of own) {
-    most = Math.max(most, alive += kind === "F");
+function peak(actions) {
+  let alive = 0, highest = 0;
+  for (const {kind} of actions) {
+    highest = Math.max(highest, alive += kind === "F");
     alive -= kind === "W" || kind === "BW";
   }
-  return most;
+  return highest;
 }
 
 // The layers of each stage, from Python's table: runs of stages with as many layers each.

@@ -2,7 +2,7 @@
 const DARK = "(prefers-color-scheme: dark)";
 const darkRules = [...document.styleSheets].flatMap((sheet) => [...sheet.cssRules]).filter((rule) => rule.conditionText === DARK);
 
-function wear(theme) {
+function applyTheme(theme) {
   for (const rule of darkRules) rule.media.mediaText = theme === "dark" ? "all" : "not all";
   document.documentElement.style.colorScheme = theme;
   drawAll();
@@ -12,6 +12,6 @@ function followTheme() {
   matchMedia(DARK).addEventListener("change", drawAll);
   addEventListener("message", (event) => {
     const from = parent !== self && event.source === parent;
-    if (from && (event.data?.theme === "dark" || event.data?.theme === "light")) wear(event.data.theme);
+    if (from && (event.data?.theme === "dark" || event.data?.theme === "light")) applyTheme(event.data.theme);
   });
 }

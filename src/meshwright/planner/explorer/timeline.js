@@ -1,6 +1,5 @@
 // Every schedule as in the lectures: a row for each rank, boxes F, B and W of equal length, BW of two.
 
-const FILL = {F: "forward", B: "input", W: "weight", BW: "both"};
 const MOST_BOXES = lead.data.timelines.micro_batches.at(-1); // micro-batches drawn; more are only slower to look at
 const shape = {p: 4, m: 8, v: 2, wide: false};
 const WIDE = 11; // pixels of a pass, where boxes are to be read
@@ -11,7 +10,7 @@ const TIMELINE_KNOBS = [
   {name: "timeline_wide", word: "Wide boxes", key: "wide", check: true},
 ];
 const drawnSpans = new Map();
-let drawnShape = "", waitingTimelines = 0;
+let drawnShape = "", waitingTimelines = 0; // timelines are drawn again only where shape, width or theme changed
 
 const {ranks: drawnRanks, micro_batches: drawnMicroBatches, stages: drawnStages} = lead.data.timelines;
 
@@ -21,7 +20,7 @@ function virtualOf({stages, deeper}) {
 }
 
 function buildTimelines() {
-  const bar = document.getElementById("pipeline-controls"), list = document.getElementById("timelines");
+  const bar = byId("pipeline-controls"), list = byId("timelines");
   for (const knob of TIMELINE_KNOBS) {
     knob.box = knobElement(knob, (input) => {
       shape[knob.key] = knob.check ? input.checked : knob.values()[Number(input.value)];
@@ -44,7 +43,7 @@ function buildTimelines() {
 
 // The layout's own pipeline, as far as it can be drawn.
 function followLayout() {
-  const [{data, state: {layout, recipe}}] = moved();
+  const [{data, state: {layout, recipe}}] = movedHalves();
   if (layout.pp === 1) return;
   shape.p = layout.pp;
   shape.m = Math.max(1, Math.min(MOST_BOXES, microBatches(data.model, layout, recipe)));
@@ -58,11 +57,11 @@ function drawTimelinesSoon() {
 }
 
 function drawTimelines() {
-  const [half] = moved(), {layout, recipe} = half.state;
-  const own = wrong(half).length || layout.pp === 1 ? 0 : microBatches(half.data.model, layout, recipe);
-  document.getElementById("pipelines-title").textContent = `${named(half)}Pipeline schedules: who computes when`;
-  document.getElementById("pipeline-words").textContent = own <= MOST_BOXES ? "" :
-    `The layout has ${own} micro-batches; ${MOST_BOXES} at most are drawn, and the bubbles are theirs.`;
+  const [half] = movedHalves(), {layout, recipe} = half.state;
+  const microBatchCount = violationsOf(half).length || layout.pp === 1 ? 0 : microBatches(half.data.model, layout, recipe);
+  byId("pipelines-title").textContent = `${prefixWords(half)}Pipeline schedules: who computes when`;
+  byId("pipeline-words").textContent = microBatchCount <= MOST_BOXES ? "" :
+    `The layout has ${microBatchCount} micro-batches; ${MOST_BOXES} at most are drawn, and the bubbles are theirs.`;
   for (const knob of TIMELINE_KNOBS) {
     if (knob.check) continue;
     const input = knob.box.querySelector("input"), values = knob.values();
@@ -71,22 +70,22 @@ function drawTimelines() {
     input.setAttribute("aria-valuetext", shape[knob.key]);
     knob.box.querySelector("output").textContent = shape[knob.key];
   }
-  const list = document.getElementById("timelines"), now = JSON.stringify([shape, list.clientWidth, css("paper")]);
+  const list = byId("timelines"), currentState = JSON.stringify([shape, list.clientWidth, css("paper")]);
   for (const box of list.children) {
     const name = box.dataset.schedule;
     box.classList.toggle("chosen", layout.pp > 1 && layout.schedule === name);
-    if (now !== drawnShape) drawTimeline(box, name);
+    if (currentState !== drawnShape) drawTimeline(box, name);
   }
-  drawnShape = now;
+  drawnShape = currentState;
 }
 
 function drawTimeline(box, name) {
-  const {p, m} = shape, [{data}] = moved(), kind = data.schedules[name], v = virtualOf(kind);
-  const values = {schedule: name, pp: p, count: m, vp: v}, no = look(data.timelines, data.timelines.refused, values);
+  const {p, m} = shape, [{data}] = movedHalves(), kind = data.schedules[name], v = virtualOf(kind);
+  const values = {schedule: name, pp: p, count: m, vp: v}, refusal = lookUp(data.timelines, data.timelines.refused, values);
   drawnSpans.delete(name);
   const title = `<b>${explained(name, name)}</b>`;
-  if (no) {
-    box.innerHTML = `<h3>${title}</h3><p class="refused">${escaped(filled(no, values))}</p>`;
+  if (refusal) {
+    box.innerHTML = `<h3>${title}</h3><p class="refused">${escaped(fillIn(refusal, values))}</p>`;
     return;
   }
   const played = replay(schedule(kind, p, m, v));
@@ -111,16 +110,16 @@ function drawSpans(canvas, played, p) {
   pen.textAlign = "center";
   pen.textBaseline = "middle";
   pen.font = "10px system-ui, sans-serif";
-  played.spans.forEach((own, rank) => {
-    for (const {kind, stage, i, start, end} of own) {
-      const x = start * unit, wide = (end - start) * unit;
+  played.spans.forEach((rankSpans, rank) => {
+    for (const {kind, stage, i, start, end} of rankSpans) {
+      const x = start * unit, spanWidth = (end - start) * unit;
       pen.fillStyle = colours[kind];
       pen.globalAlpha = stage >= p ? 0.62 : 1; // further stages of the rank
-      pen.fillRect(x, rank * row, wide, row);
+      pen.fillRect(x, rank * row, spanWidth, row);
       pen.globalAlpha = 1;
       if (unit > 2.5) line(pen, x, rank * row, x, (rank + 1) * row, paper);
       pen.fillStyle = ink;
-      if (row >= 12 && wide > 6 * String(i).length + 3) pen.fillText(i, x + wide / 2, (rank + 0.5) * row + 0.5);
+      if (row >= 12 && spanWidth > 6 * String(i).length + 3) pen.fillText(i, x + spanWidth / 2, (rank + 0.5) * row + 0.5);
     }
     line(pen, 0, rank * row, width, rank * row, paper);
   });
@@ -132,7 +131,6 @@ function spanWords(canvas, px, py) {
   const rank = Math.floor(py / rowHeight(shape.p)), time = px / canvas.clientWidth * played.total;
   const span = played.spans[rank]?.find(({start, end}) => start <= time && time < end);
   if (!span) return `<b>waiting</b> rank ${rank}, time ${time.toFixed(1)}`;
-  const what = {F: "forward pass", B: "gradient of the input", W: "gradients of the weights", BW: "backward pass"};
-  return `<b>${span.kind}: ${what[span.kind]}</b> micro-batch ${span.i}, stage ${span.stage}, rank ${rank}, ` +
+  return `<b>${span.kind}: ${PASSES[span.kind]}</b> micro-batch ${span.i}, stage ${span.stage}, rank ${rank}, ` +
     `time ${span.start} to ${span.end}`;
 }

@@ -117,6 +117,24 @@ const EXPLAIN = {
     "FLOP a token x tokens/s / peak", "Chowdhery et al. 2022, arXiv:2204.02311, appendix B"],
 };
 
+// The passes of a pipeline: what each does, and the colour of its boxes.
+const PASSES = {F: "forward pass", B: "gradient of the input", W: "gradients of the weights", BW: "backward pass"};
+const FILL = {F: "forward", B: "input", W: "weight", BW: "both"};
+
+const byId = (id) => document.getElementById(id);
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+// A canvas with as many dots as the screen has, so that lines and text are sharp; the pen draws in CSS pixels.
+function canvasOf(element) {
+  const width = Math.max(120, element.clientWidth), height = Math.max(1, element.clientHeight), dense = devicePixelRatio || 1;
+  element.width = Math.round(width * dense);
+  element.height = Math.round(height * dense);
+  const pen = element.getContext("2d");
+  pen.scale(dense, dense);
+  pen.font = "11px system-ui, sans-serif";
+  return {pen, width, height};
+}
+
 // A name that explains itself when pointed at, tapped or tabbed to.
 const explained = (key, text) => `<span data-explain="${key}" tabindex="0">${escaped(text ?? EXPLAIN[key][0])}</span>`;
 
@@ -128,9 +146,9 @@ function explanation(key) {
 
 // The panel of explanations of the section that something stands in; it covers nothing and keeps what it said last.
 const panel = {
-  of: (target) => target.closest?.("section, form")?.querySelector(".help"),
+  boxOf: (target) => target.closest?.("section, form")?.querySelector(".help"),
   show(html, target) {
-    const box = this.of(target);
+    const box = this.boxOf(target);
     if (!html || !box || box.shown === html) return;
     box.shown = html;
     box.innerHTML = html;

@@ -1,30 +1,30 @@
 "use strict";
 // A conversation. What the model says goes into the page as text, never as HTML.
-const at = (id) => document.getElementById(id);
+const byId = (id) => document.getElementById(id);
 let turns = [], model = null, running = null;
 
 function headers() {
-  const key = at("key").value.trim();
+  const key = byId("key").value.trim();
   return key ? {"Content-Type": "application/json", "Authorization": "Bearer " + key} : {"Content-Type": "application/json"};
 }
 
 function notice(text, bad = false) {
-  at("notice").textContent = text;
-  at("notice").classList.toggle("bad", bad);
+  byId("notice").textContent = text;
+  byId("notice").classList.toggle("bad", bad);
 }
 
-function shown(role, text) {
-  const turn = document.createElement("div"), name = document.createElement("b"), said = document.createElement("span");
+function addTurn(role, text) {
+  const turn = document.createElement("div"), name = document.createElement("b"), words = document.createElement("span");
   turn.className = "turn " + role;
   name.textContent = role === "user" ? "You" : "Model";
-  said.textContent = text;
-  turn.append(name, said);
-  at("talk").append(turn);
+  words.textContent = text;
+  turn.append(name, words);
+  byId("talk").append(turn);
   turn.scrollIntoView({block: "end"});
-  return said;
+  return words;
 }
 
-async function explained(answer) {
+async function errorMessage(answer) {
   try {
     return (await answer.json()).error.message;
   } catch (error) {
@@ -37,15 +37,15 @@ async function connect() {
   try {
     const answer = await fetch("v1/models", {headers: headers()});
     if (!answer.ok) {
-      at("model").textContent = "no model yet";
+      byId("model").textContent = "no model yet";
       if (answer.status === 401) {
         settings(true);
         notice("This server asks for an API key.", true);
-      } else notice(await explained(answer), true);
+      } else notice(await errorMessage(answer), true);
       return;
     }
     model = (await answer.json()).data[0].id;
-    at("model").textContent = model;
+    byId("model").textContent = model;
     notice("");
   } catch (error) {
     notice("The server cannot be reached.", true);
@@ -53,8 +53,8 @@ async function connect() {
 }
 
 function settings(open) {
-  at("settings").hidden = !open;
-  at("settings-open").setAttribute("aria-expanded", String(open));
+  byId("settings").hidden = !open;
+  byId("settings-open").setAttribute("aria-expanded", String(open));
 }
 
 // Events of a stream: each is "data: JSON", and a blank line ends it.
@@ -62,9 +62,9 @@ async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   for (;;) {
-    const {value, done} = await reader.read();
+    const {value: chunk, done} = await reader.read();
     if (done) return;
-    held += value;
+    held += chunk;
     const parts = held.split("\n\n");
     held = parts.pop();
     for (const part of parts) {
@@ -75,11 +75,11 @@ async function* events(body) {
   }
 }
 
-function asked() {
-  const system = at("system").value.trim();
+function requestBody() {
+  const system = byId("system").value.trim();
   return JSON.stringify({
     model, messages: system ? [{role: "system", content: system}, ...turns] : turns, stream: true,
-    temperature: Number(at("temperature").value), max_completion_tokens: Number(at("tokens").value),
+    temperature: Number(byId("temperature").value), max_completion_tokens: Number(byId("tokens").value),
     stream_options: {include_usage: true},
   });
 }
@@ -87,83 +87,83 @@ function asked() {
 async function send(text) {
   if (model === null) await connect();
   if (model === null) return;
-  const mine = turns;
+  const mine = turns; // Clear replaces the list while an answer streams; that answer then ends in the old one
   mine.push({role: "user", content: text});
-  const question = shown("user", text);
-  at("said").value = "";
+  const question = addTurn("user", text);
+  byId("said").value = "";
   busy(true);
-  const said = shown("assistant", ""), began = performance.now();
-  let made = "", first = 0, reason = "", usage = null;
+  const reply = addTurn("assistant", ""), began = performance.now();
+  let answerText = "", first = 0, reason = "", usage = null;
   try {
     const answer = await fetch("v1/chat/completions", {
-      method: "POST", headers: headers(), body: asked(), signal: running.signal,
+      method: "POST", headers: headers(), body: requestBody(), signal: running.signal,
     });
-    if (!answer.ok) throw new Error(await explained(answer));
+    if (!answer.ok) throw new Error(await errorMessage(answer));
     for await (const event of events(answer.body)) {
       if (event.error) throw new Error(event.error.message);
       usage = event.usage || usage;
       if (!event.choices.length) continue;
       first = first || performance.now();
-      made += event.choices[0].delta.content || "";
+      answerText += event.choices[0].delta.content || "";
       reason = event.choices[0].finish_reason || reason;
-      said.textContent = made;
-      said.parentElement.scrollIntoView({block: "end"});
+      reply.textContent = answerText;
+      reply.parentElement.scrollIntoView({block: "end"});
     }
     notice(summary(usage, reason, first - began, performance.now() - began));
   } catch (error) {
     notice(error.name === "AbortError" ? "Stopped." : error.message, error.name !== "AbortError");
   }
-  if (made) mine.push({role: "assistant", content: made});
+  if (answerText) mine.push({role: "assistant", content: answerText});
   else {
     mine.pop();
-    said.parentElement.remove();
+    reply.parentElement.remove();
     question.parentElement.remove();
-    if (mine === turns) at("said").value = at("said").value || text;
+    if (mine === turns) byId("said").value = byId("said").value || text;
   }
   busy(false);
 }
 
-function summary(usage, reason, first, whole) {
+function summary(usage, reason, first, total) {
   if (!usage) return "";
-  const tokens = usage.completion_tokens + " tokens in " + (whole / 1000).toFixed(1) + " s";
-  const begun = ", the first after " + (first / 1000).toFixed(2) + " s";
-  return tokens + begun + (reason === "length" ? "; cut off at the most tokens" : "");
+  const tokens = usage.completion_tokens + " tokens in " + (total / 1000).toFixed(1) + " s";
+  const firstWords = ", the first after " + (first / 1000).toFixed(2) + " s";
+  return tokens + firstWords + (reason === "length" ? "; cut off at the most tokens" : "");
 }
 
-function busy(now) {
-  running = now ? new AbortController() : null;
-  at("send").hidden = now;
-  at("stop").hidden = !now;
-  if (!now) at("said").focus();
+function busy(isBusy) {
+  running = isBusy ? new AbortController() : null;
+  byId("send").hidden = isBusy;
+  byId("stop").hidden = !isBusy;
+  if (!isBusy) byId("said").focus();
 }
 
-at("ask").addEventListener("submit", (event) => {
+byId("ask").addEventListener("submit", (event) => {
   event.preventDefault();
-  const text = at("said").value.trim();
+  const text = byId("said").value.trim();
   if (text && !running) send(text);
 });
-at("said").addEventListener("keydown", (event) => {
+byId("said").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
-    at("ask").requestSubmit();
+    byId("ask").requestSubmit();
   }
 });
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || event.isComposing) return;
   if (running) running.abort();
-  else if (!at("settings").hidden) {
+  else if (!byId("settings").hidden) {
     settings(false);
-    at("settings-open").focus();
+    byId("settings-open").focus();
   }
 });
-at("stop").addEventListener("click", () => running?.abort());
-at("clear").addEventListener("click", () => {
+byId("stop").addEventListener("click", () => running?.abort());
+byId("clear").addEventListener("click", () => {
   running?.abort();
   turns = [];
-  at("talk").replaceChildren();
+  byId("talk").replaceChildren();
   notice("");
 });
-at("settings-open").addEventListener("click", () => settings(at("settings").hidden));
-at("settings").addEventListener("submit", (event) => event.preventDefault());
-at("key").addEventListener("change", connect);
+byId("settings-open").addEventListener("click", () => settings(byId("settings").hidden));
+byId("settings").addEventListener("submit", (event) => event.preventDefault());
+byId("key").addEventListener("change", connect);
 connect();

@@ -4,36 +4,36 @@ const CURVES = [
   {key: "loss", title: "Loss", unit: "nats per token; line: smoothed, dots: held out", smooth: true, evaluated: true},
   {key: "cross_entropy", title: "Cross entropy", unit: "nats per token of the text; dots: held out", evaluated: true},
   {key: "grad_norm", title: "Gradient norm", unit: "before clipping", log: true},
-  {key: "tokens_per_second", title: "Throughput", unit: "tokens/s, all ranks", zero: true, say: counted},
-  {key: "mfu_causal", title: "MFU", unit: "attention counted by half", zero: true, say: percent},
-  {key: "lr", title: "Learning rate", unit: "", zero: true, say: (n) => n ? n.toExponential(1) : "0"},
+  {key: "tokens_per_second", title: "Throughput", unit: "tokens/s, all ranks", zero: true, format: shortNumber},
+  {key: "mfu_causal", title: "MFU", unit: "attention counted by half", zero: true, format: percent},
+  {key: "lr", title: "Learning rate", unit: "", zero: true, format: (n) => n ? n.toExponential(1) : "0"},
 ];
 const WIDE = {left: 46, right: 10, top: 8, bottom: 22};
 
 function drawCurves() {
-  const box = element("curves");
+  const box = byId("curves");
   if (RUNS.every((run) => !run.curves.step.length)) {
-    box.innerHTML = none("Nothing was trained here: the folder holds a profile only.");
+    box.innerHTML = absence("Nothing was trained here: the folder holds a profile only.");
     return;
   }
-  const there = CURVES.filter(({key}) => RUNS.some((run) => run.curves[key]));
-  box.innerHTML = there.map(({key, title, unit}) =>
+  const shownCurves = CURVES.filter(({key}) => RUNS.some((run) => run.curves[key]));
+  box.innerHTML = shownCurves.map(({key, title, unit}) =>
     `<div><h3>${title}<small>${unit}</small></h3><svg data-curve="${key}" role="img" height="190" tabindex="0"></svg></div>`).join("") +
-    (there.some(({key}) => key === "mfu_causal") ? "" :
-      `<div><h3>MFU</h3>${none("Not known: the peak of this device is not described, or the run is in fp32.")}</div>`);
-  element("coincide").innerHTML = RUNS.map((run, n) => [run, coincides(n)]).filter(([, other]) => other !== null).map(([run, other]) =>
+    (shownCurves.some(({key}) => key === "mfu_causal") ? "" :
+      `<div><h3>MFU</h3>${absence("Not known: the peak of this device is not described, or the run is in fp32.")}</div>`);
+  byId("coincide").innerHTML = RUNS.map((run, n) => [run, coincidingRun(n)]).filter(([, other]) => other !== null).map(([run, other]) =>
     `<b>${escaped(run.name)}</b> and <b>${escaped(RUNS[other].name)}</b> coincide: their losses differ by less than 0.1 % ` +
     `at every step both have. The later one is dashed.`).join("<br>");
-  for (const curve of there) drawCurve(box.querySelector(`[data-curve="${curve.key}"]`), curve);
+  for (const curve of shownCurves) drawCurve(box.querySelector(`[data-curve="${curve.key}"]`), curve);
 }
 
 // An earlier run whose loss is this one's at every step that both have; null for none.
-function coincides(n) {
+function coincidingRun(n) {
   const lossesOf = (run) => new Map(run.curves.step.map((step, k) => [step, run.curves.loss?.[k] ?? null]));
-  const own = lossesOf(RUNS[n]);
+  const losses = lossesOf(RUNS[n]);
   for (let other = 0; other < n; other++) {
-    const both = [...lossesOf(RUNS[other])].filter(([step, loss]) => loss !== null && (own.get(step) ?? null) !== null);
-    if (both.length && both.every(([step, loss]) => Math.abs(own.get(step) - loss) <= 1e-3 * Math.abs(loss))) return other;
+    const shared = [...lossesOf(RUNS[other])].filter(([step, loss]) => loss !== null && (losses.get(step) ?? null) !== null);
+    if (shared.length && shared.every(([step, loss]) => Math.abs(losses.get(step) - loss) <= 1e-3 * Math.abs(loss))) return other;
   }
   return null;
 }
@@ -41,26 +41,27 @@ function coincides(n) {
 // A distilled run's loss is a divergence from its teacher; held-out text is scored by cross entropy.
 const evaluatedOn = (run) => run.curves.cross_entropy ? "cross_entropy" : "loss";
 
-function placesOf(run) {
+function positionsOf(run) {
   const known = run.curves[state.along];
   return known && known.length ? known : run.curves.step;
 }
 
 // Where an evaluation stands along the axis: at its step's place.
-function placeOfStep(run, step) {
-  const at = run.curves.step.findIndex((one) => one >= step);
-  return at < 0 ? null : placesOf(run)[at];
+function positionOfStep(run, step) {
+  const at = run.curves.step.findIndex((measured) => measured >= step);
+  return at < 0 ? null : positionsOf(run)[at];
 }
 
+// The axis of a curve over all runs, so that switching the chosen run moves no line. null: no run has a number.
 function rangeOf(curve) {
   let low = Infinity, high = -Infinity;
   for (const run of RUNS)
     for (const name of [curve.key, `${curve.key}_low`, `${curve.key}_high`])
-      for (const value of run.curves[name] ?? [])
-        if (value !== null && !(curve.log && value <= 0)) [low, high] = [Math.min(low, value), Math.max(high, value)];
+      for (const number of run.curves[name] ?? [])
+        if (number !== null && !(curve.log && number <= 0)) [low, high] = [Math.min(low, number), Math.max(high, number)];
   if (curve.evaluated)
-    for (const run of RUNS.filter((one) => evaluatedOn(one) === curve.key))
-      for (const value of run.evaluations.loss) if (value !== null) [low, high] = [Math.min(low, value), Math.max(high, value)];
+    for (const run of RUNS.filter((candidate) => evaluatedOn(candidate) === curve.key))
+      for (const number of run.evaluations.loss) if (number !== null) [low, high] = [Math.min(low, number), Math.max(high, number)];
   if (!(low <= high)) return null;
   if (curve.zero) low = 0;
   if (low === high) [low, high] = curve.log ? [low / 2, high * 2] : [low - 0.5 * Math.abs(low || 1), high + 0.5 * Math.abs(high || 1)];
@@ -74,95 +75,96 @@ function drawCurve(svg, curve) {
   svg.setAttribute("aria-label", `${curve.title} of ${RUNS.map((run) => run.name).join(", ")}`);
   const range = rangeOf(curve);
   if (!range) {
-    svg.outerHTML = none("No numbers.");
+    svg.outerHTML = absence("No numbers.");
     return;
   }
-  const most = Math.max(...RUNS.map((run) => placesOf(run).at(-1) ?? 0)) || 1;
-  const first = state.along === "step" ? Math.min(...RUNS.map((run) => placesOf(run)[0] ?? 1)) : 0;
-  const x = (place) => left + (place - first) / (most - first || 1) * (width - left - right);
+  const lastPosition = Math.max(...RUNS.map((run) => positionsOf(run).at(-1) ?? 0)) || 1;
+  const first = state.along === "step" ? Math.min(...RUNS.map((run) => positionsOf(run)[0] ?? 1)) : 0;
+  const x = (position) => left + (position - first) / (lastPosition - first || 1) * (width - left - right);
   const level = curve.log ? Math.log10 : (n) => n;
-  const y = (value) => height - bottom - (level(value) - level(range[0])) / (level(range[1]) - level(range[0])) * (height - top - bottom);
-  const say = curve.say ?? ((n) => String(Number(n.toPrecision(3))));
+  const y = (number) => height - bottom - (level(number) - level(range[0])) / (level(range[1]) - level(range[0])) * (height - top - bottom);
+  const format = curve.format ?? ((n) => String(Number(n.toPrecision(3))));
   const parts = (curve.log ? logTicks(...range) : ticks(...range, 4)).map((n) =>
     `<line class="grid" x1="${left}" x2="${width - right}" y1="${y(n)}" y2="${y(n)}"/>` +
-    `<text x="${left - 7}" y="${y(n) + 4}" text-anchor="end">${say(n)}</text>`);
-  parts.push(...placeTicks(first, most, width).map(([n, words]) =>
+    `<text x="${left - 7}" y="${y(n) + 4}" text-anchor="end">${format(n)}</text>`);
+  parts.push(...positionTicks(first, lastPosition, width).map(([n, words]) =>
     `<text x="${x(n)}" y="${height - 5}" text-anchor="middle">${words}</text>`));
   RUNS.forEach((run, n) => parts.push(linesOf(run, n, curve, x, y)));
   svg.innerHTML = parts.join("") + `<g class="pointer"></g>`;
-  const read = (event) => pointCurve(svg, curve, event, {x, y, first, most, width, height, say});
+  const read = (event) => pointCurve(svg, curve, event, {x, y, first, lastPosition, width, height, format});
   svg.onpointermove = svg.onpointerdown = read;
   svg.onpointerleave = () => (svg.querySelector(".pointer").innerHTML = "");
   svg.onkeydown = (event) => {
-    const move = {ArrowLeft: -1, ArrowRight: 1}[event.key], box = svg.getBoundingClientRect(), places = placesOf(chosen());
-    if (!move || !places.length) return;
+    const move = {ArrowLeft: -1, ArrowRight: 1}[event.key], box = svg.getBoundingClientRect(), positions = positionsOf(chosenRun());
+    if (!move || !positions.length) return;
     event.preventDefault();
-    svg.at = Math.max(0, Math.min(places.length - 1, (svg.at ?? -1) + move));
-    read({clientX: box.left + x(places[svg.at]) / width * box.width});
+    svg.at = Math.max(0, Math.min(positions.length - 1, (svg.at ?? -1) + move));
+    read({clientX: box.left + x(positions[svg.at]) / width * box.width});
   };
 }
 
-function placeTicks(first, most, width) {
+function positionTicks(first, lastPosition, width) {
   const about = width > 420 ? 6 : 4;
   if (state.along === "seconds") {
-    const [marks, unit] = timeTicks(most, about);
+    const [marks, unit] = timeTicks(lastPosition, about);
     return marks.map(([n, words]) => [n, n ? `${words} ${unit}` : words]);
   }
-  const marks = ticks(first, most, about).filter((n) => (n - first) / (most - first || 1) < 0.97);
-  return marks.map((n) => [n, counted(n)]);
+  const marks = ticks(first, lastPosition, about).filter((n) => (n - first) / (lastPosition - first || 1) < 0.97);
+  return marks.map((n) => [n, shortNumber(n)]);
 }
 
-function path(places, values, x, y) {
-  let found = "", pen = "M";
-  values.forEach((value, n) => {
-    if (value === null || places[n] === null) pen = "M";
+// A missing number breaks the line; joining its neighbours would show a measurement that nobody made.
+function pathOf(positions, values, x, y) {
+  let commands = "", pen = "M";
+  values.forEach((number, n) => {
+    if (number === null || positions[n] === null) pen = "M";
     else {
-      found += `${pen}${x(places[n]).toFixed(1)} ${y(value).toFixed(1)}`;
+      commands += `${pen}${x(positions[n]).toFixed(1)} ${y(number).toFixed(1)}`;
       pen = "L";
     }
   });
-  return found;
+  return commands;
 }
 
 function linesOf(run, n, curve, x, y) {
-  const places = placesOf(run), values = run.curves[curve.key], colour = colourOf(n), parts = [];
+  const positions = positionsOf(run), values = run.curves[curve.key], colour = colourOf(n), parts = [];
   if (!values) return "";
-  const dashes = coincides(n) === null ? "" : ` stroke-dasharray="6 5"`;
+  const dashes = coincidingRun(n) === null ? "" : ` stroke-dasharray="6 5"`;
   const positive = (list) => curve.log ? list.map((v) => v > 0 ? v : null) : list;
   const low = run.curves[`${curve.key}_low`], high = run.curves[`${curve.key}_high`];
   if (low) {
-    const there = [...places.keys()].filter((k) => low[k] !== null && !(curve.log && low[k] <= 0));
-    const points = [...there.map((k) => [places[k], high[k]]), ...there.reverse().map((k) => [places[k], low[k]])];
+    const drawnSteps = [...positions.keys()].filter((k) => low[k] !== null && !(curve.log && low[k] <= 0));
+    const points = [...drawnSteps.map((k) => [positions[k], high[k]]), ...drawnSteps.reverse().map((k) => [positions[k], low[k]])];
     parts.push(`<polygon class="band" fill="${colour}" points="${points.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ")}"/>`);
   }
   const faint = curve.smooth ? " faint" : "";
-  parts.push(`<path class="line${faint}" stroke="${colour}"${dashes} d="${path(places, positive(values), x, y)}"/>`);
-  if (curve.smooth) parts.push(`<path class="line" stroke="${colour}"${dashes} d="${path(places, run.curves.smooth, x, y)}"/>`);
+  parts.push(`<path class="line${faint}" stroke="${colour}"${dashes} d="${pathOf(positions, positive(values), x, y)}"/>`);
+  if (curve.smooth) parts.push(`<path class="line" stroke="${colour}"${dashes} d="${pathOf(positions, run.curves.smooth, x, y)}"/>`);
   if (curve.evaluated && evaluatedOn(run) === curve.key)
     run.evaluations.step.forEach((step, k) => {
-      const place = placeOfStep(run, step), value = run.evaluations.loss[k];
-      if (place !== null && value !== null)
-        parts.push(`<circle cx="${x(place)}" cy="${y(value)}" r="3.5" fill="var(--panel)" stroke="${colour}" stroke-width="1.8"/>`);
+      const position = positionOfStep(run, step), loss = run.evaluations.loss[k];
+      if (position !== null && loss !== null)
+        parts.push(`<circle cx="${x(position)}" cy="${y(loss)}" r="3.5" fill="var(--panel)" stroke="${colour}" stroke-width="1.8"/>`);
     });
   return `<g data-run="${n}">${parts.join("")}</g>`;
 }
 
 // A line at the pointer, with every run's value there.
-function pointCurve(svg, curve, event, {x, y, first, most, width, height, say}) {
+function pointCurve(svg, curve, event, {x, y, first, lastPosition, width, height, format}) {
   const box = svg.getBoundingClientRect(), share = (event.clientX - box.left) / box.width * width;
-  const wanted = first + (share - WIDE.left) / (width - WIDE.left - WIDE.right) * (most - first);
+  const wanted = first + (share - WIDE.left) / (width - WIDE.left - WIDE.right) * (lastPosition - first);
   const rows = [], dots = [];
-  let place = null;
+  let nearestStep = null;
   RUNS.forEach((run, n) => {
-    const places = placesOf(run), values = run.curves[curve.key];
-    if (!values || !places.length) return;
-    const k = places.reduce((best, p, at) => Math.abs(p - wanted) < Math.abs(places[best] - wanted) ? at : best, 0);
+    const positions = positionsOf(run), values = run.curves[curve.key];
+    if (!values || !positions.length) return;
+    const k = positions.reduce((best, p, at) => Math.abs(p - wanted) < Math.abs(positions[best] - wanted) ? at : best, 0);
     if (values[k] === null) return;
-    place = place ?? k;
-    const exact = curve.say ? say(values[k]) : figure(values[k]);
+    nearestStep = nearestStep ?? k;
+    const exact = curve.format ? format(values[k]) : figure(values[k]);
     rows.push([`<i class="chip" style="background:${colourOf(n)}"></i>${escaped(run.name)}, step ${run.curves.step[k]}`, exact]);
-    if (!curve.log || values[k] > 0) dots.push(`<line class="cross" x1="${x(places[k])}" x2="${x(places[k])}" y1="${WIDE.top}" y2="${height - WIDE.bottom}"/>` +
-      `<circle cx="${x(places[k])}" cy="${y(values[k])}" r="3" fill="${colourOf(n)}"/>`);
+    if (!curve.log || values[k] > 0) dots.push(`<line class="cross" x1="${x(positions[k])}" x2="${x(positions[k])}" y1="${WIDE.top}" y2="${height - WIDE.bottom}"/>` +
+      `<circle cx="${x(positions[k])}" cy="${y(values[k])}" r="3" fill="${colourOf(n)}"/>`);
   });
   svg.querySelector(".pointer").innerHTML = dots.join("");
   if (rows.length) panel.show(`<b>${curve.title}</b>${pairs(rows)}`, svg);
