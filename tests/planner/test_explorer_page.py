@@ -148,7 +148,8 @@ def test_the_illegal_is_said_in_words_and_nothing_else_is_shown(opened: Browser)
 def test_every_legal_neighbour_has_the_planners_time(opened: Browser) -> None:
     question = """KNOBS.flatMap((knob) => (knob.check ? [true, false] : knob.options ?? knob.values()).map(
         (setting) => withValue(lead, lead.state, knob.name, setting))
-        ).filter((state) => !violationsOf(lead, state).length).map(({recipe, layout}) => ({recipe, layout, size: microBatchOf(lead.data.model, layout, recipe),
+        ).filter((state) => !violationsOf(lead, state).length).map(
+        ({recipe, layout}) => ({recipe, layout, size: microBatchOf(lead.data.model, layout, recipe),
         seconds: timeOf(lead, recipe, layout), mfu: mfuOf(lead, recipe, timeOf(lead, recipe, layout))}))"""
     neighbours = opened.evaluate(question)
     assert len(neighbours) > 30
@@ -330,7 +331,7 @@ def test_timelines_follow_the_layout(opened: Browser) -> None:
 
 @in_browser
 def test_every_name_explains_itself(opened: Browser) -> None:
-    asked = opened.evaluate("[...document.querySelectorAll('[data-explain]')].map((element) => element.dataset.explain)")
+    asked = opened.evaluate("[...document.querySelectorAll('[data-explain]')].map((part) => part.dataset.explain)")
     known = opened.evaluate("Object.entries(EXPLAIN).map(([key, words]) => [key, words.length, words[1].length])")
     assert len(set(asked)) >= 30
     assert set(asked) <= {key for key, *_ in known}
