@@ -180,11 +180,11 @@ def test_schedules_and_their_bubbles() -> None:
     answers = javascript(
         "GIVEN.cases.map(([name, p, m, v, drawn]) => {"
         " const {schedules, timelines} = GIVEN, values = {schedule: name, pp: p, count: m, vp: v};"
-        " const no = drawn ? look(timelines, timelines.refused, values) : null;"
-        " if (no) return {no: filled(no, values)};"
+        " const no = drawn ? lookUp(timelines, timelines.refused, values) : null;"
+        " if (no) return {no: fillIn(no, values)};"
         " const made = schedule(schedules[name], p, m, v);"
         " const played = replay(made);"
-        " return {lists: made.map((own) => own.map((a) => [a.kind, a.stage, a.i])), bubble: played.bubble,"
+        " return {lists: made.map((list) => list.map((a) => [a.kind, a.stage, a.i])), bubble: played.bubble,"
         " total: played.total, alive: played.inFlight}; })",
         {
             "cases": [(*case_, case_ in drawn) for case_ in every if case_ in drawn or refusal(*case_) is None],
