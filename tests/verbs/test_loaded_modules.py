@@ -10,8 +10,18 @@ from typing import NamedTuple
 import pytest
 
 RUN = """
-import json, os, signal, sys, threading, time, urllib.request
-words, port = json.loads(sys.argv[1]), int(sys.argv[2])
+import inspect, json, os, signal, sys, threading, time, urllib.request
+words, port, counts_runs = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True"
+files_that_run = set()
+
+def note_file(frame, event, _):
+    # Functions alone: bodies of modules and classes run by an import.
+    if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        files_that_run.add(frame.f_code.co_filename)
+
+if counts_runs:
+    sys.setprofile(note_file)
+    threading.setprofile(note_file)
 
 def interrupt_when_ready():
     while True:
@@ -25,8 +35,10 @@ if port:
     threading.Thread(target=interrupt_when_ready, daemon=True).start()
 from meshwright.verbs.main import main
 code = main(words)
+sys.setprofile(None)
+runs = len([file for file in files_that_run if "/meshwright/" in file])
 ours = {name: hasattr(sys.modules[name], "__path__") for name in sys.modules if name.partition(".")[0] == "meshwright"}
-print("LOADED", json.dumps([code, sorted(ours), sorted(name for name, is_folder in ours.items() if is_folder)]))
+print("LOADED", json.dumps([code, sorted(ours), sorted(name for name, is_folder in ours.items() if is_folder), runs]))
 """
 
 
@@ -38,6 +50,8 @@ class Loads(NamedTuple):
     """Modules of the package, folders not counted: a few above what they were when this was written."""
     never: tuple[str, ...]
     """Packages that it leaves alone, and modules."""
+    most_run: int | None = None
+    """Modules with a function that is called; None: not counted, since counting slows the verb down."""
 
 
 ENGINE = ("compress", "kernels", "model", "formats", "parallel", "training", "observe", "serving")
@@ -49,31 +63,44 @@ BESIDE = {"plan": ("plan_serve", "plan_from")}
 TINY = ("model=llama-tiny", "recipe.sequence=64", "recipe.global_batch=2", "recipe.steps=1")
 QUICK = {
     "the list of verbs": Loads(("--help",), 5, (*FACES, "spec.plan.plan", "spec.presets", "planner", *ENGINE)),
-    "plan": Loads(("plan", "llama-3.2-1b", "--cluster", "h100x8"), 125, ("data", "stacks", *ENGINE)),
-    "plan --serve": Loads(
-        ("plan", "llama-3.2-1b", "--cluster", "h100x8", "--serve"), 123, ("data", "stacks", "planner.search", *ENGINE)
+    "plan": Loads(
+        ("plan", "llama-3.1-8b", "--cluster", "h100x8", "--nodes", "4"), 78, ("data", "stacks", *ENGINE), most_run=64
     ),
-    "plan --for": Loads(("plan", "llama-3.2-1b", "--cluster", "h100x8", "--for", "torchtitan"), 156, ("data", *ENGINE)),
-    "doctor --help": Loads(("doctor", "--help"), 16, (*FACES, "planner", "planfile", "data", *ENGINE)),
+    "plan --serve": Loads(
+        ("plan", "llama-3.2-1b", "--cluster", "h100x8", "--serve"), 79, ("data", "stacks", "planner.search", *ENGINE)
+    ),
+    "plan --for": Loads(("plan", "llama-3.2-1b", "--cluster", "h100x8", "--for", "torchtitan"), 97, ("data", *ENGINE)),
+    "doctor --help": Loads(("doctor", "--help"), 13, (*FACES, "planner", "planfile", "data", *ENGINE)),
 }
 LONG = {
-    "train": Loads(("train", *TINY, "data=texts", "run=runs/a"), 366, ("serving", "stacks", "compress")),
-    "dryrun": Loads(("dryrun", *TINY), 341, ("serving", "stacks", "compress", "planner.serving")),
+    "train": Loads(("train", *TINY, "data=texts", "run=runs/a"), 208, ("serving", "stacks", "compress"), most_run=157),
+    "dryrun": Loads(("dryrun", *TINY), 195, ("serving", "stacks", "compress", "planner.serving")),
     "generate": Loads(
         ("generate", "runs/a", "--prompt", "the", "--max-new-tokens", "2"),
-        280,
+        175,
         ("planner", "stacks", "observe", "training.step.step", "training.loop", "formats.gguf.model"),
     ),
     "serve": Loads(
         ("serve", "runs/a", "--port"),
-        290,
+        179,
         ("planner", "stacks", "training.step.step", "training.loop", "observe.dryrun"),
     ),
 }
 
 
-def loaded(words: tuple[str, ...], folder: Path) -> tuple[int, list[str], list[str]]:
-    """Return (exit code, modules of the package, those that are folders) of a verb in its own process and folder.
+class Loaded(NamedTuple):
+    """What one call of a verb did."""
+
+    code: int
+    modules: list[str]
+    folders: list[str]
+    """Modules that are folders."""
+    run: int
+    """Modules with a function that was called; 0: not counted."""
+
+
+def loaded(words: tuple[str, ...], folder: Path, counts_runs: bool = False) -> Loaded:
+    """Run a verb in its own process and folder.
 
     A server is interrupted when it answers.
     """
@@ -84,16 +111,15 @@ def loaded(words: tuple[str, ...], folder: Path) -> tuple[int, list[str], list[s
             port = free.getsockname()[1]
         words = (*words, str(port))
     done = subprocess.run(
-        [sys.executable, "-c", RUN, json.dumps(words), str(port)],
+        [sys.executable, "-c", RUN, json.dumps(words), str(port), str(counts_runs)],
         capture_output=True, text=True, check=False, timeout=300, cwd=folder,
     )  # fmt: skip
     assert "LOADED" in done.stdout, done.stderr
-    code, modules, folders = json.loads(done.stdout.rpartition("LOADED")[2])
-    return code, modules, folders
+    return Loaded(*json.loads(done.stdout.rpartition("LOADED")[2]))
 
 
 def check(verb: str, loads: Loads, folder: Path) -> None:
-    code, modules, folders = loaded(loads.words, folder)
+    code, modules, folders, run = loaded(loads.words, folder, counts_runs=loads.most_run is not None)
     assert code == 0 or loads.words[0] == "serve", verb
     names = [name.removeprefix("meshwright.") for name in modules]
     strangers = [name for name in names for package in loads.never if f"{name}.".startswith(f"{package}.")]
@@ -101,6 +127,7 @@ def check(verb: str, loads: Loads, folder: Path) -> None:
     verbs = {name.split(".")[1] for name in names if name.startswith("verbs.") and name.endswith(".command")}
     count = len(modules) - len(folders)
     assert count <= loads.most, f"{verb} loads {count} modules: import what it seldom uses where it is used"
+    assert run <= (loads.most_run or 0), f"{verb} runs code of {run} modules: merge those that tell one story"
     assert verbs <= {loads.words[0], *BESIDE.get(loads.words[0], ())}, verb
 
 
@@ -158,6 +185,6 @@ def test_what_is_wrong_is_said_before_torch_is_loaded(tmp_path: Path) -> None:
         ("tune", "model=llama-tiny", "model.init=random", "data=chat.jsonl"),
         ("train", *TINY, "data=text.jsonl"),
     ):
-        code, modules, _ = loaded(words, tmp_path)
+        code, modules, *_ = loaded(words, tmp_path)
         assert code == 2 and not [name for name in modules if name.split(".")[1:2] == ["training"]], words
         assert len(modules) < 120, words

@@ -127,7 +127,7 @@ def _turned(writer: _StatedOptions, domain: Domain, bases: list[Values]) -> dict
         before = writer.options(base)
         for axis, state in _neighbours(domain, base, n) if before else ():
             after = writer.options(state)
-            for option in {*before, *after} if after else ():
+            for option in {**before, **after} if after else ():  # in their order, which a set would not keep
                 if before.get(option) != after.get(option):
                     followed.setdefault(option, set()).add(axis)
     order = list(before) if bases else []
