@@ -46,8 +46,9 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "no tokenizer": ("train", "data.tokenizer=./nowhere"),
     "no checkpoint": ("train", "resume=nowhere"),
     "a wrong layout": ("train", "layout.tp=3"),
+    "a mistyped key of profile": ("profile", "recpe.steps=1"),
 }
-"""Starts of a training that something in the plan, a path or a row forbids."""
+"""Starts of a run that something in the plan, a path or a row forbids."""
 TRAINING = (
     "train",
     "model=llama-tiny",

@@ -39,7 +39,7 @@ def rank_records(plan: Plan) -> list[dict[str, Any]]:
                 for sent in prediction.traffic(stage)
             ],
             "activations": [{"where": "layers.*.mlp mm", "bytes": 4000}, {"where": "embed add", "bytes": 100}],
-            "largest": [{"bytes": 900, "kind": "logits", "line": "model/head.py:3 forward", "operation": "mm"}],
+            "largest": [{"bytes": 900, "kind": "logits", "line": "model/transformer.py:3 forward", "operation": "mm"}],
             "passes": [
                 {"name": name, "memory": [{"kind": "parameters", "bytes": 10}, {"kind": "activations", "bytes": n}]}
                 for n, name in enumerate(("build", "step 1", "F 0 0", "BW 0 0", "step 2", "F 0 0", "BW 0 0"))

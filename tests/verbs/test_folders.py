@@ -9,7 +9,7 @@ import pytest
 
 from meshwright import planfile
 from meshwright.spec.errors import PlanError
-from meshwright.training import job
+from meshwright.store import default_folders
 from tests.verbs import toy
 from tests.verbs.toy import call
 
@@ -134,10 +134,10 @@ def test_resume_auto_from_another_folder_goes_on(
 
 def test_names_are_never_shared(tmp_path: Path) -> None:
     plan = planfile.read(None, [f"run={tmp_path}/auto", "model.name=a b/c (changed)"])
-    folders = [job.settle_run(plan) for _ in range(3)]
+    folders = [default_folders.settle_run(plan) for _ in range(3)]
     assert [Path(path).name.partition("-a-b-c")[2] for path in folders] == ["", "-2", "-3"]
     (tmp_path / "latest").mkdir()
-    job.point_latest(Path(folders[0]))
+    default_folders.point_latest(Path(folders[0]))
     assert not (tmp_path / "latest").is_symlink(), "a folder of that name is somebody's"
 
 

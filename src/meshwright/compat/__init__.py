@@ -275,7 +275,7 @@ def limit_gpu_collectives(group: Any, limit: timedelta) -> bool:
     """
     with suppress(*_CANNOT):
         backend = group._get_backend(torch.device("cuda"))
-        # gloo serves both, with one limit.
+        # Where gloo serves CPU and GPU, both have one limit, and the CPU's must stay.
         if backend.name() != "gloo":
             backend._set_default_timeout(limit)
             return True

@@ -26,10 +26,10 @@ def text_size(num_bytes: float) -> str:
 
 def step_time(seconds: float) -> str:
     """Format seconds of a step with four digits, to tell layouts apart that differ by a tenth of a percent."""
-    # from here on, four digits would round up to 1000 ms
+    # From here on three digits, as of the range beside it, would round up to 1000 ms.
     if seconds < 0.9995:
-        # `#` keeps trailing zeros, but also a point behind four digits
-        return f"{1e3 * seconds:#.4g} ms".replace(". ", " ")
+        # "#" keeps trailing zeros.
+        return f"{1e3 * seconds:#.4g} ms"
     return f"{seconds:#.4g} s" if seconds < 999.95 else f"{seconds:,.0f} s"
 
 

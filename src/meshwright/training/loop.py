@@ -21,6 +21,7 @@ from meshwright.spec.memory.held import shards_are_masters
 from meshwright.spec.plan.plan import RANDOM
 from meshwright.spec.recipe.recipe import NO_SCHEME, DataRead
 from meshwright.store import checkpoint, checkpoint_folder
+from meshwright.store.default_folders import point_latest
 from meshwright.store.model_weights import base_fingerprint
 from meshwright.store.run_folder import MetricsLog, RunFolder
 from meshwright.training.job import (
@@ -34,7 +35,6 @@ from meshwright.training.job import (
     load_corpus,
     open_job,
     open_run_folder,
-    point_latest,
 )
 from meshwright.training.objectives.objectives import AnswerSampler, Task, build_on_policy
 from meshwright.training.objectives.reference import Reference, holds_weights_only

@@ -1,4 +1,7 @@
-"""Base of all answers that have a document and a table, JSON-ready values, and checks of the files they go to."""
+"""Base of all answers, and the check of the arguments that the Python functions get.
+
+An answer has a document (values for JSON) and a table. Files that it is written to are checked before.
+"""
 
 import math
 from abc import ABC, abstractmethod

@@ -1,6 +1,7 @@
 """Launch under torchrun: join the other processes of a run, or fail with one sentence from one of them.
 
-Also the commands that a message tells users to run: the program by the name or path that starts it.
+Also the commands that a message tells users to run: the program by the name or path that starts it. PHASES names what a
+rank does when it hangs: the outermost of these functions on its stack.
 """
 
 import json

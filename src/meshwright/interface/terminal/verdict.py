@@ -41,7 +41,7 @@ def verdict(best: Prediction, note: str = "") -> Iterator[str]:
     yield (
         f"    step     {step_time(best.step_s):<10} {speed} tokens/s per {device}   MFU {best.mfu(causal=False):.1%}"
     )
-    # From 0.9995 s on a time is printed as 1.00 s, and its range must have the same unit.
+    # From 0.9995 s on step_time prints seconds, and the range below must have the same unit.
     likely_ranges, ms = ranges(best), best.step_s < 0.9995
     rates = explain.between(likely_ranges.tokens_per_second_per_device)
     step = f"{explain.between(likely_ranges.step_seconds, 1e-3 if ms else 1.0)} {'ms' if ms else 's'}"

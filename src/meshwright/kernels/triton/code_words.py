@@ -268,7 +268,8 @@ def restore_rows(
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     # Rows past the end read the last one again, and are not written. A matrix may pass 2^31 numbers.
     line = tl.minimum(row, rows - 1).to(tl.int64)
-    # Not known as a multiple: a warp then reads words one by one, and writes 512 bytes at a time.
+    # cdiv, not //: unless the compiler knows rows as whole words, a warp reads words one by one, and writes 512 bytes
+    # at a time.
     words = tl.cdiv(row_bytes, 4)
     if not EVEN:
         word = tl.minimum(word, words - 1)

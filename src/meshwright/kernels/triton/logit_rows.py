@@ -1,8 +1,9 @@
 """Cross-entropy of rows of logits, its gradient in their place, and the likeliest token of each row.
 
-Each row is a program. It reads its logits once for the running maximum and sum (Milakov and Gimelshein 2018,
-arXiv:1805.02867) and once more, from the cache, for the gradient, which overwrites them. Where a row lies on several
-devices, two kernels do one half each, and the host combines their results in between.
+Each row is a program. For the loss it reads its logits once for the running maximum and sum (Milakov and Gimelshein
+2018, arXiv:1805.02867) and once more, from the cache, for the gradient, which overwrites them. Where a row lies on
+several devices, two kernels do one half each, and the host combines their results in between. The likeliest token takes
+one reading.
 """
 
 import torch

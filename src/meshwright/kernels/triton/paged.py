@@ -9,7 +9,7 @@ Runs begin at multiples of SPLIT whatever else is in the call, so a row's bits d
 Positions that a row does not see are not read, nor are blocks beyond its last.
 
 `turn_and_keep` norms and rotates queries and keys and writes keys and values into the cache, in one kernel. It replaces
-six: two norms, the rotation, and a write of keys and of values, each of which reads what the one before has written. A
+five: two norms, the rotation, and a write of keys and of values, each of which reads what the one before has written. A
 program takes one row and one key head, with the query heads that read it. Numbers are rounded where the single kernels
 round them, which gives the same bits.
 

@@ -53,7 +53,7 @@ def restored(make: Made) -> float:
 def _restored_error(make: Made, inputs: int, real: bool) -> float:
     groups, row_bytes = -(-inputs // 32), -(-inputs // 2)
     scales, zeros, out = make(5, groups).float(), make(6, groups)[:5].float(), make(5, inputs)
-    # 37 has no divisor in common with 256, so all bytes occur, and none twice in a row.
+    # 37 has no divisor in common with 256: any 256 codes in a row all differ, and 1,024 inputs have every byte.
     codes = (torch.arange(5 * row_bytes, device=out.device) * 37 % 256).view(5, -1).to(torch.uint8)
     weight = code_words.restore(PackedMatrix(codes, scales, zeros if real else None, None, inputs, 32), out)
     nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :inputs].double()

@@ -93,7 +93,7 @@ def adamw_numbers(
     """Return weight and moments after update `number`."""
     mean = mean * beta1 + incoming * rest1
     square = square * beta2 + incoming * incoming * rest2
-    # 1 - beta^t in fp32 would lose most digits in the first steps.
+    # In fp32 1 - beta^t would lose three digits of seven in the first step, with a beta of 0.999.
     bias1 = (1 - tl.exp(number.to(tl.float64) * log_beta1)).to(tl.float32)
     bias2 = (1 - tl.exp(number.to(tl.float64) * log_beta2)).to(tl.float32)
     size = tl.sqrt(square) / tl.sqrt(bias2) + epsilon

@@ -3,6 +3,9 @@
 Each rank runs `outcome`. `assemble` combines the ranks' boxes to whole tensors, and finds copies that differ.
 `first_difference` names the first tensor, in the order of the forward pass, that differs from one device by more than a
 `Band`: in fp32 by element, in bf16 by the length of the difference.
+
+A case may have a teacher, whose numbers are drawn like the student's. `Margins` holds the narrowest choice of experts:
+where two experts are nearly equal, rounding alone may choose another.
 """
 
 from collections.abc import Iterable, Sequence

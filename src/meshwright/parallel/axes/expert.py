@@ -9,7 +9,8 @@ Rank r of `ep` holds experts r X/ep .. (r + 1) X/ep - 1, and every rank has its 
 
 The backward pass goes both ways again (`Way`). Rows travel in pieces, each for an equal part of every rank's
 experts: one piece computes while the next is under way. Each expert sees all its rows at once, in the same order as in
-one piece. The first half of the shared experts runs while rows come, the second while they return (moe.py).
+one piece. The first half of the shared experts runs while rows come, the second while they return
+(model/feed_forward.py).
 
 Every rank calls the same collectives in the same order, however tokens are routed. A rank without rows takes part with
 none, and its experts get gradients of zero.

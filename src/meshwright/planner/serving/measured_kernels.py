@@ -72,7 +72,7 @@ class MeasuredKernels:
 
 
 PROBED_BYTES = 34.0
-"""Bytes that layer_times.py counts per token, layer and element of the hidden state.
+"""Bytes that the planner counts per token, layer and element of the hidden state.
 They are those of the model that `token_layer_s` was measured on.
 """
 

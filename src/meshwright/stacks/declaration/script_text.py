@@ -266,7 +266,7 @@ def _held(match: re.Match[str], names: dict[str, str]) -> str:
 
 def _compute(text: str, names: dict[str, str]) -> str:
     """Return the whole number of an arithmetic expression, or an empty string."""
-    # Bash divides whole numbers and drops the remainder, as // does in Python.
+    # Bash divides whole numbers and drops the remainder. So does //, for numbers of 0 or more.
     expression = re.sub(r"[A-Za-z_]\w*", lambda match: names.get(match[0], match[0]), text).replace("/", "//")
     try:
         number = evaluate_literals(ast.parse(expression.strip(), mode="eval").body)

@@ -78,7 +78,7 @@ def engine_rates(effort: ServingEffort | None = None, clock: Clock = time.perf_c
     """Measure on the CPU with the threads that torch has, for half a minute, or a second with QUICK."""
     effort = effort or ServingEffort()
     probe = _Probe(effort, clock, _products(effort, clock))
-    # Differences of steps that change one size each isolate its cost: layers, sequences, then logits.
+    # Steps that differ in one size isolate its cost. Logits come first: 256 of them are in the time of each sequence.
     base, deep, wide = probe.step(1, 1, 16), probe.step(5, 1, 16), probe.step(1, 8, 16)
     logit_s = max(0.0, probe.step(1, 8, 16, vocab=effort.vocab) - wide) / (8 * (effort.vocab - 256))
     layer_s = max(1e-7, (deep - base) / 4)

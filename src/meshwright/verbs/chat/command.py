@@ -96,16 +96,13 @@ def _answer(conversation: "Dialogue", turn: str) -> None:
     except MeshwrightError as error:
         if isinstance(error, RunError):
             raise
+        from meshwright.verbs.commands import option_writer
+
         # The error marks arguments of Python, and here people know options.
-        print(f"{error.written(_as_option)}; {RESET} begins anew", file=sys.stderr)
+        print(f"{error.written(option_writer(['chat']))}; {RESET} begins anew", file=sys.stderr)
     if conversation.last is not None and conversation.last is not before:
         print(flush=True)
         print(cost(conversation.last), file=sys.stderr)
-
-
-def _as_option(name: str, literal: str, text: str) -> str:
-    """Write an argument of an error as the option of this verb."""
-    return f"--{name.replace('_', '-')} {text}".rstrip()
 
 
 def cost(last: "TurnFigures") -> str:

@@ -98,7 +98,7 @@ def _compare_with_one_device(
             ranks = run(2, outcomes_of, cases, kind, limit_s=limit_s, device=kind)
         except RankError as error:
             # Ranks that failed together share one message, since nobody knows which layout it was.
-            # The words of observe.ranks for a rank that missed its deadline.
+            # observe/ranks.py says so of a rank that missed its deadline.
             hangs = "did not answer" in str(error)
             message = f"hangs (no step in {COLD_S:.0f} s)" if hangs else _last_line(error)
             wrong |= {candidate.title: message for candidate in batch}

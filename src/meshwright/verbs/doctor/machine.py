@@ -99,7 +99,7 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
 def check_open_files(limit: int | None = None) -> Finding:
     """Check how many files and sockets a process may open."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
-    # RLIM_INFINITY is -1 in Python, which is more than any number.
+    # RLIM_INFINITY is -1 in Python: no limit, not a small one.
     if 0 <= soft < LEAST_FILES:
         return warning("open files", f"at most {soft} for a process", f"ulimit -n {16 * LEAST_FILES} before the start")
     return ok("open files", f"{soft} for a process", limit=soft)

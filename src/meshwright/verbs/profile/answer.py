@@ -15,8 +15,8 @@ from meshwright.observe.compare.finished_run import refuse_other
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.units import count, duration, gib, many
+from meshwright.store.default_folders import is_open, point_latest, settle_run
 from meshwright.store.durable import refuse_unwritable, replace_file, report_in_one_line
-from meshwright.training.job import is_open, point_latest, settle_run
 
 if TYPE_CHECKING:
     from meshwright.observe.profile.measure import Profile

@@ -251,7 +251,7 @@ def serve(
             max_request_seconds=max_request_seconds, stall_seconds=stall_seconds, drain_seconds=drain_seconds,
         ),
     )  # fmt: skip
-    # Bit 4 of the last digit: other users may read it. Only a warning, since containers have one user.
+    # 4 in the last digit of the mode: every user may read the file. Only a warning, since containers have one user.
     if api_key_file is not None and api_key_file.stat().st_mode & 0o004:
         remedy = f"chmod 600 {api_key_file}"
         print(f"meshwright: {api_key_file} can be read by every user of this machine: {remedy}", file=sys.stderr)

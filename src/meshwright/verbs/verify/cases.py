@@ -46,7 +46,7 @@ Settings = dict[str, Any]
 
 WORLDS = {1: 1, 2: 4, 3: 2, 4: 5, 5: 1, 6: 3, 7: 1, 8: 3}
 """Weights with which each number of processes is drawn."""
-# No rank count divides a prime, so every split of the vocabulary has an uneven last part.
+# No number of ranks from 2 on that is drawn divides them, so every split has an uneven last part.
 VOCABULARIES = (31, 37, 41, 53, 61, 67, 97)
 """Primes."""
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -232,7 +232,8 @@ def random_case(seed: int, index: int, processes: int = 8, *, compiled: bool = F
         settings |= {"optimizer": "muon"} if often(random, MUON) else {}
         settings |= draw_adapters(random, settings)  # after the others, so that earlier seeds draw the same cases
         settings |= draw_teacher(random, settings)  # and this after it
-        # Later features are drawn last: a draw in between would shift all that follow, and change every seed.
+        # Later features are drawn last: a draw in between would shift all that follow, and every seed would give
+        # another case.
         settings |= draw_codes(random, settings) | draw_rounding(random, settings)
         try:
             return _drop_unused(build_case(settings))

@@ -296,7 +296,7 @@ def smallest(failed: CaseVerdict, device: str = "cpu", *, limit_s: float = SHRIN
 def _difference_kind(difference: str) -> str:
     """Classify a difference: wrong on one device already, a failed rank (with its error), or another number."""
     if difference.startswith("one device"):
-        # Words 4 and 5 name the quantity, such as "loss scale": step numbers must not make two kinds of one fault.
+        # The fifth and sixth word name the quantity ("loss scale"): step numbers must not make two kinds of one fault.
         return " ".join(difference.split()[4:6])
     return difference.split(": ", 1)[1] if difference.startswith("rank") else "number"
 
