@@ -191,7 +191,11 @@ def test_a_verb_uses_only_the_answer_of_another() -> None:
     doors = {
         (left[1], right[1]): f"{'.'.join(left)} imports {'.'.join(right)}"
         for left, right in between
-        if left[0] == right[0] == "verbs" and left[1] in ROOMS and left[1] != right[1] and right[2:] != ["answer"]
+        if left[0] == right[0] == "verbs"
+        and left[1] in ROOMS
+        and right[1] in ROOMS
+        and left[1] != right[1]
+        and right[2:] != ["answer"]
     }
     assert not [line for rooms, line in doors.items() if rooms not in OPEN_DOORS]
     assert set(doors) == set(OPEN_DOORS), "strike off what is not used"
