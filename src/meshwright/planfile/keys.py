@@ -189,7 +189,7 @@ def canonical_word(key: str, word: str) -> str:
 def suggestion(section: str, key: str) -> str:
     """Explain an unknown key: its new name, why it has none, or the nearest known key."""
     plain = key.replace("-", "_").lower()
-    # the surest advice first: a known renaming, a known absence, the same name elsewhere, then likeness
+    # The surest advice first: a known renaming, a known absence, the same name elsewhere, then likeness.
     if join(section, plain) in RENAMED:
         return f"it is now {RENAMED[join(section, plain)]}"
     if plain in NOT_A_KEY:
@@ -287,13 +287,13 @@ def resolve_paths(tree: Node, file: Path) -> Node:
     if not isinstance(tree.value, dict):
         return tree
     entries = dict(tree.value)
-    # ".." and symbolic links mean what the file system says, not what the words say
+    # ".." and symbolic links mean what the file system says, not what the words say.
     folder = Path(os.path.realpath(file.parent))
     run = entries.get("run")
     is_named = run is not None and isinstance(run.value, str)
     origin = _find_origin(folder, run) if run is not None and is_named and file.name == PLAN_FILE else None
     base = origin or folder
-    # the plan of a run may have been moved with its folder: the run is where the file is
+    # The plan of a run may have been moved with its folder: the run is where the file is.
     if origin is not None and run is not None:
         entries["run"] = Node(_shorten(folder), run.where)
     elif run is None or is_named:

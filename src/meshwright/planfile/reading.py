@@ -66,10 +66,10 @@ def _fields_of_folder(folder: FolderModel, fields: Mapping[str, Any], section: s
         raise folder.refusal
     if not folder.codes:
         return shape
-    # a teacher is never trained, so its codes are held as a frozen base without adapters
+    # A teacher is never trained, so its codes are held as a frozen base without adapters.
     if section != "model":
         return shape | {"lora": {"rank": 1, "targets": NO_TARGETS, "base": folder.codes}}
-    # codes have no gradient: without adapters nothing would be trained
+    # Codes have no gradient: without adapters nothing would be trained.
     lora = fields.get("lora")
     if not isinstance(lora, Mapping):
         raise PlanError(
@@ -128,7 +128,7 @@ def read(
     for override in resolve_lengths(overrides):
         tree = reader.apply_override(tree, override)
     plan = reader.build_plan(reader.fill_auto_degree(tree, processes))
-    # notes of a plan that cannot be read would hide its error, so they come last
+    # Notes of a plan that cannot be read would hide its error, so they come last.
     for note in reader.notes:
         if notes is None:
             warnings.warn(note, stacklevel=2)
@@ -228,11 +228,11 @@ class _Reader:
         """Return the Plan of a tree with canonical keys, or raise the first problem."""
         assert isinstance(tree.value, dict)
         values: dict[str, Any] = {}
-        for key, hint in sections()[""].items():
+        for key, annotation in sections()[""].items():
             node = tree.value.get(key)
             if node is not None and (node.value is not None or key in MUST_SAY):
-                values[key] = self._check_section(key, hint, node)
-        # shapes cannot be built from keys that are wrong, and pydantic's errors would hide these
+                values[key] = self._check_section(key, annotation, node)
+        # Shapes cannot be built from keys that are wrong, and pydantic's errors would hide these.
         if self.problems:
             more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
             raise self.problems[0].reworded(after=more)
@@ -244,10 +244,10 @@ class _Reader:
             return plan
         return replace(plan, data=replace(plan.data, tokenizer=tokenizer))
 
-    def _check_section(self, key: str, hint: Any, node: Node) -> Any:
+    def _check_section(self, key: str, annotation: Any, node: Node) -> Any:
         """Return one top-level value, or None after recording its problems."""
         try:
-            checked, misfits = _check(key, hint, self._expand(node, key, hint))
+            checked, misfits = _check(key, annotation, self._expand(node, key, annotation))
         except PlanError as error:
             path = re.split(r"[^a-z_0-9.]", str(error), maxsplit=1)[0].split(".")[1:]
             self.problems.append(error.reworded(_with_position(_position(node, path), "")))
@@ -256,15 +256,16 @@ class _Reader:
             self.refuse(_position(node, path), sentence)
         return checked
 
-    def _expand(self, node: Node, section: str, hint: Any) -> Any:
+    def _expand(self, node: Node, section: str, annotation: Any) -> Any:
         """Return plain values for pydantic: presets expanded, shorthands written out, words prepared for their type."""
         if isinstance(node.value, str) and section in SHORTHAND:
             node = Node({SHORTHAND[section]: node}, node.where)
-        part = part_of(hint)
+        part = part_of(annotation)
         if isinstance(node.value, list):
             return [self._expand(child, section, part) if part else child.value for child in node.value]
         if not isinstance(node.value, dict):
-            return _prepare_word(hint, node.value)
+            return _prepare_word(annotation, node.value)
+        # A mapping where a single value belongs: pydantic refuses it, and the message shows {...} only.
         if part is None:
             return {}
         types = sections()[section]
@@ -272,7 +273,7 @@ class _Reader:
         return self._apply_preset(fields, section) if section in STARTS_FROM else fields
 
     def _apply_preset(self, fields: dict[str, Any], section: str) -> dict[str, Any]:
-        """Return the fields of a section: those of its preset, changed by the others."""
+        """Apply the preset of a section, if any, and record its `init`."""
         name = fields.pop("preset", None)
         init = fields.pop("init", None) if section in MODELS else None
         if init is not None:
@@ -301,7 +302,7 @@ class _Reader:
         try:
             folder = Path(name).expanduser()
             exists, file = folder.is_dir(), folder.is_file()
-        # names too long, with NUL, or of an unknown "~user"
+        # Names too long, with NUL, or of an unknown "~user".
         except (OSError, ValueError, RuntimeError):
             folder, exists, file = Path(name), False, False
         if not (name.startswith((".", "/", "~")) or (exists and "/" in name)):
@@ -323,7 +324,7 @@ class _Reader:
                     f"{argument(section, name)} is a file: give a preset, a folder with config.json, or a plan as .yaml"
                 )
             raise PlanError(explain_missing(name, FOLDERS, section))
-        # a run folder keeps the model that it exported in a folder of its own
+        # A run folder keeps the model that it exported in a folder of its own.
         if not (folder / CONFIG).is_file() and (folder / EXPORTED / CONFIG).is_file():
             folder = folder / EXPORTED
         if self.read_folder is None:
@@ -337,14 +338,18 @@ class _Reader:
         return _fields_of_folder(model, fields, section, name)
 
 
-def _prepare_word(hint: Any, word: str | None) -> Any:
+def _prepare_word(annotation: Any, word: str | None) -> Any:
     """Prepare a word for pydantic: 1e6 is a whole number, and numbers among fixed choices become numbers."""
-    if word is None or hint is str:
+    if word is None or annotation is str:
         return word
-    if hint is int and EXPONENT.fullmatch(word):
+    if annotation is int and EXPONENT.fullmatch(word):
         number = float(word)
         return int(number) if number.is_integer() else word
-    if get_origin(hint) is Literal and word.isdecimal() and any(isinstance(choice, int) for choice in get_args(hint)):
+    if (
+        get_origin(annotation) is Literal
+        and word.isdecimal()
+        and any(isinstance(choice, int) for choice in get_args(annotation))
+    ):
         return int(word)
     return word
 
@@ -397,23 +402,26 @@ Misfit = tuple[tuple[str | int, ...], str]
 """Path below the checked key to a value that does not fit, and the message."""
 
 
-def _check(key: str, hint: type | UnionType, plain: object) -> tuple[Any, list[Misfit]]:
-    """Return `plain` as an instance of `hint`, and all misfits. A dataclass's own PlanError is raised unchanged."""
+def _check(key: str, annotation: type | UnionType, plain: object) -> tuple[Any, list[Misfit]]:
+    """Return `plain` as an instance of `annotation`, and all misfits.
+
+    A dataclass's own PlanError is raised unchanged.
+    """
     # Imported when the first plan is read: pydantic takes half of the start-up budget of a verb.
     from pydantic import ValidationError
 
     try:
-        return _adapter(hint).validate_python(plain), []
+        return _adapter(annotation).validate_python(plain), []
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=True)
         return None, [(details["loc"], _explain_misfit(key, dict(details))) for details in errors]
 
 
 @cache
-def _adapter(hint: Any) -> "TypeAdapter[Any]":
+def _adapter(annotation: Any) -> "TypeAdapter[Any]":
     from pydantic import TypeAdapter
 
-    return TypeAdapter(hint)
+    return TypeAdapter(annotation)
 
 
 def _explain_misfit(section: str, details: dict[str, Any]) -> str:

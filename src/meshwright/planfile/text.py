@@ -51,7 +51,7 @@ def parse_file(path: Path) -> Node:
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE_BYTES + 1)
     except OSError as error:
-        # a model's name in place of a plan file is the usual slip
+        # A model's name in place of a plan file is the usual slip.
         if isinstance(error, FileNotFoundError) and path.suffix not in (".yaml", ".yml"):
             near = whereabouts(str(path), "model")
             raise PlanError(
@@ -62,7 +62,7 @@ def parse_file(path: Path) -> Node:
         ) from error
     except ValueError as error:
         raise PlanError(f"{str(path)!r} is no path: {error}") from error
-    # weights given by mistake must not be parsed as YAML for minutes
+    # Weights given by mistake must not be parsed as YAML for minutes.
     if len(data) > LARGEST_FILE_BYTES:
         raise PlanError(f"{path}: larger than {LARGEST_FILE_BYTES} bytes, so it is no plan")
     try:
@@ -131,7 +131,7 @@ class _Builder:
         return root or Node(None, self.name)
 
     def node(self, event: yaml.Event, depth: int) -> Node:
-        # aliases may expand without end, and tags construct objects: a plan is words alone
+        # Aliases may expand without end, and tags construct objects: a plan is words alone.
         if isinstance(event, yaml.AliasEvent):
             self.refuse(event, f"*{event.anchor} is a YAML alias, which is not read: put a word with * into quotes")
         if getattr(event, "anchor", None):
@@ -154,7 +154,7 @@ class _Builder:
             key = self.node(event, depth + 1)
             if not isinstance(key.value, str):
                 self.refuse(event, "a key is missing or is not a word")
-            # YAML libraries take the last of two: half of such a plan would be ignored silently
+            # YAML libraries take the last of two: half of such a plan would be ignored silently.
             if key.value in entries:
                 first = entries[key.value].where.rpartition(":")[2] if self.lines else ""
                 self.refuse(
@@ -203,7 +203,7 @@ def mixture_of(node: Node) -> Node | None:
     weighted = [part for part in parts if re.fullmatch(WEIGHTED, part)]
     if not weighted:
         return None
-    # a path may contain commas, but not weights: one weight is enough to take the word for a mixture
+    # A path may contain commas, but not weights: one weight is enough to take the word for a mixture.
     if len(weighted) < len(parts):
         bare = next(part for part in parts if part not in weighted)
         raise PlanError(

@@ -51,13 +51,13 @@ def write(plan: Plan, path: Path | str, *, open_warmup: bool = False, another: s
     """
     path = Path(path)
     text = content(plan, path.parent, open_warmup=open_warmup)
-    # beside the target, so that the rename stays within one file system
+    # Beside the target, so that the rename stays within one file system.
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with fresh.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            # else a crash after the rename may leave an empty plan
+            # Else a crash after the rename may leave an empty plan.
             os.fsync(file.fileno())
         fresh.replace(path)
     except OSError as error:
@@ -106,7 +106,7 @@ def schema() -> dict[str, Any]:
     document = TypeAdapter(Plan).json_schema()
     kinds = {section: Plan if not section else _kind(section) for section in sections()}
     document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **document, "title": "Meshwright plan"}
-    # fields of Plan that the file has in a section
+    # Fields of Plan that the file has in a section.
     for key, (section, name) in MOVED.items():
         document["$defs"][kinds[section].__name__]["properties"][name] = {
             **document["properties"].pop(key),
@@ -116,7 +116,7 @@ def schema() -> dict[str, Any]:
         _describe(document if not section else document["$defs"][kind.__name__], kind)
     for section in SHORTHAND:
         _allow_word(document, section, kinds)
-    # `data` may be a list of the sources of a mixture, each a mapping or one word, PATH:WEIGHT
+    # `data` may be a list of the sources of a mixture, each a mapping or one word, PATH:WEIGHT.
     reference = {"$ref": f"#/$defs/{_kind('data.mixture').__name__}"}
     source = {"anyOf": [{"type": "string", "pattern": f"^{WEIGHTED}$"}, reference]}
     document["$defs"][_kind("data").__name__]["properties"]["mixture"]["items"] = source
@@ -124,7 +124,7 @@ def schema() -> dict[str, Any]:
     for axis in MAY_BE_AUTO:
         degree = document["$defs"]["Layout"]["properties"][axis]
         degree["anyOf"] = [{"type": degree.pop("type")}, {"const": AUTO}]
-    # a file may be empty: every key has a default
+    # A file may be empty: every key has a default.
     document.pop("required")
     return document
 

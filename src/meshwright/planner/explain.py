@@ -218,7 +218,7 @@ def scale_warnings(estimator: Estimator, best: Prediction, tokens: float) -> Ite
     plan = best.plan
     if plan.beyond_positions:
         yield f"Warning: {plan.beyond_positions}."
-    # a second search is worth its time only where MFU is suspicious
+    # A second search is worth its time only where MFU is suspicious.
     half = on_half(estimator, plan) if best.mfu(causal=False) < COLLAPSED else None
     if half and half.best and (ratio := half.best[0].step_s / best.step_s) < 2 / WORTH:
         yield (

@@ -70,15 +70,16 @@ def logits(local: LocalShape) -> Logits:
 
 
 def _chunk_bytes(local: LocalShape, logits: float, matrix: float) -> tuple[float, float]:
-    """Return the extra bytes of a chunk and of the matrix gradient.
+    """Return the extra bytes while a chunk's logits are computed, and while the gradient of the head is.
 
     A chunk's logits exist as computed, and in fp32 where the loss copies them. A CPU adds to a 16-bit matrix gradient
     in pieces outside the product, beside the logits.
     """
-    copied = 0 if local.stack.loss_in_place or local.width == 4 else 4
-    made = local.hidden_bytes + logits * local.width
-    added = min(matrix, ADDED_AT_ONCE) * (local.width + 4) if local.width < 4 and not local.gpu else 0.0
-    return made + logits * copied, made + added
+    copy_width = 0 if local.stack.loss_in_place or local.width == 4 else 4
+    # The head's normed input for the whole micro-batch, and the chunk's logits.
+    common = local.hidden_bytes + logits * local.width
+    piece_bytes = min(matrix, ADDED_AT_ONCE) * (local.width + 4) if local.width < 4 and not local.gpu else 0.0
+    return common + logits * copy_width, common + piece_bytes
 
 
 def head_columns(local: LocalShape) -> float:
@@ -164,7 +165,7 @@ def _attention_kept(local: LocalShape, widths: HeadWidths) -> Iterator[KeptBytes
     if gate := word * gate_dims(local, widths.out):
         yield KeptBytes("attention gate", gate, gate)
         yield KeptBytes("gated attention output", gate, gate if local.stack.selective == "core" else 0.0)
-    # linear attention has no S x S weights and no log-sum-exp
+    # Linear attention has no S x S weights and no log-sum-exp.
     if local.linear:
         yield from attention_core.linear_kept_tensors(local)
         return
@@ -174,12 +175,12 @@ def _attention_kept(local: LocalShape, widths: HeadWidths) -> Iterator[KeptBytes
         yield KeptBytes("attention output", word * widths.out, word * widths.out, "core")
         return
     yield from read
-    # what the kernel copies into its own layout before it starts
+    # What the kernel copies into its own layout before it starts.
     packed = word * widths.queries * local.stack.core_kept / 2
     if packed:
         yield KeptBytes("packed", packed, 0.0)
     if local.stack.attention == "flash":
-        # one fp32 sum per query and head, from which the backward pass recomputes the weights
+        # One fp32 sum per query and head, from which the backward pass recomputes the weights.
         sums = 4 * local.tokens * local.shape.heads / local.tp
         yield KeptBytes("log-sum-exp", sums, sums if local.stack.selective == "alternate" else 0.0, "core")
     else:
@@ -325,12 +326,12 @@ def backward(local: LocalShape, widths: HeadWidths, routed: Routed | None) -> Ba
         mlp = max(
             _mlp(local), _rounded_mlp(local), local.gates * _gate(local) + weight_product.restored_bytes(local, "mlp")
         )
-    # a dense layer's key would have the expert parallelism that is read here
+    # A dense layer's key would have the expert parallelism that is read here.
     weights = largest_weight(local.shape, local.tp, local.ep if routed else 1, routed is not None)
-    # the pass walks back: what the MLP kept is free by the time attention is reached
+    # The pass walks back: what the MLP kept is free by the time attention is reached.
     released = _released_mlp(local, routed)
     stream = local.hidden_bytes + 2 * local.between_bytes
-    # the MLP's weight gradients stay until the compiled pass returns, so attention's moment has them
+    # The MLP's weight gradients stay until the compiled pass returns, so attention's moment has them.
     if local.lowered and not routed:
         made = (local.gates + 1) * local.shape.hidden * local.shape.ffn * local.width * (local.shape.lora is None)
         return Backward(
@@ -463,7 +464,7 @@ def _attention(local: LocalShape, widths: HeadWidths) -> float:
     queries, keys_values = local.tokens * widths.queries, local.tokens * widths.keys_values
     if local.stack.is_meshwright and local.stack.attention != "flash":
         return _plain_attention(local, widths)
-    # strips of fp32 attention repeat keys and values per head and hold a mask of their own
+    # Strips of fp32 attention repeat keys and values per head and hold a mask of their own.
     if local.cp == 1:
         copies = queries - keys_values / 2 if local.masked and local.shape.mla is None else 0.0
         keys = attention_core.widest_strip(local) if local.masked else 0.0

@@ -63,7 +63,7 @@ def _seen(local: LocalShape) -> float:
     """Return the keys that a query sees on average."""
     row = min(local.document_tokens or local.sequence, local.sequence)
     span = min(local.window or row, row)
-    # the first `span` queries of a row see ever more keys, all later ones see `span`
+    # The first `span` queries of a row see ever more keys, all later ones see `span`.
     return span - span * span / (2 * row)
 
 
@@ -126,7 +126,7 @@ def _parts(local: LocalShape, queries: float, keys_values: float, values: float)
     keys = local.tokens * keys_values * (1 if local.ring else local.cp)
     pack = MemoryPass(2 * keys * local.width * (1 if local.ring else 3), 4)
     merge = MemoryPass(parts_seen * local.tokens * values * MERGED_BYTES, 4 * tiles)
-    # fp32 sums are read and written; a ring also adds those that arrive
+    # Sums in fp32 are read and written; a ring also adds those that arrive.
     travel = 12 if local.ring else 8
     back = parts_seen * (local.tokens * queries + keys) * ADDED_BYTES + parts * keys * (4 + travel)
     added = MemoryPass(back, 6 * tiles)

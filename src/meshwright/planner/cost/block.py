@@ -89,7 +89,7 @@ class LayerWork:
         exists beside what was.
         """
         none = norms = selective = core = dropped = widest = 0.0
-        # one walk over the tensors sums up all policies, since a search asks for each
+        # One walk over the tensors sums up all policies, since a search asks for each.
         for _, all_bytes, selective_bytes, part in self.tensors:
             if part != "norm":
                 norms += all_bytes
@@ -103,7 +103,7 @@ class LayerWork:
                 core += all_bytes
         kept_by_policy = {"none": none, "norms": norms, "selective": selective,
                 "all-but-attention": self.boundary_bytes + core, "full": self.boundary_bytes}  # fmt: skip
-        # restored one by one, only the largest exists beside the others; "norms" needs one norm at a time
+        # Restored one by one, only the largest exists beside the others; "norms" needs one norm at a time.
         again_by_policy = {"norms": widest, "selective": dropped} if alone else {}
         return {
             policy: PolicyBytes(size, again_by_policy.get(policy, max(0.0, none - size)))
@@ -142,7 +142,7 @@ def layer(
     local = with_attention_kind(local, window, state=state)
     mlp = _experts(local) if routed else _mlp(local, local.shape.ffn / local.tp, local.tokens)
     operations = [*(attention or first_half(local)), _norm(local, "mlp_norm"), *mlp, _add(local)]
-    # some models also norm the output of each half
+    # Some models also norm the output of each half.
     if local.shape.unbuilt is not None and local.shape.unbuilt.block_norms == 4:
         operations += [_norm(local, "attention_norm"), _norm(local, "mlp_norm")]
     sizes, widths = _routed(local) if routed else None, _widths(local)
@@ -153,7 +153,7 @@ def layer(
         tensors = tuple(
             tensor if tensor.part == "scores" else tensor._replace(selective=tensor.none) for tensor in tensors
         )
-    # experts apart split the compiled block, and what crosses the borders is stored, norms too (keeps_no_norms)
+    # Experts apart split the compiled block, and what crosses the borders is stored, norms too (keeps_no_norms).
     if local.compiled and routed and local.ep > 1:
         tensors = tuple(tensor._replace(part="") for tensor in tensors)
     return LayerWork(
@@ -192,7 +192,7 @@ def head(local: LocalShape) -> LayerWork:
     enter = exchanges.enter(local, alone=bool(stack.head_chunk_bytes))
     read = local.width if stack.loss_in_place and local.gpu else 4
     softmax = MemoryPass(local.tokens * vocab * 3 * read * stack.passes * stack.loss_passes, 4)
-    # logits of one chunk exist at a time: their gradients follow at once, chunk by chunk
+    # Logits of one chunk exist at a time: their gradients follow at once, chunk by chunk.
     if stack.head_chunk_bytes:
         summed: tuple[Work, ...] = (weight, MemoryPass(chunks * vocab * shape.hidden * SUMMED_BYTES))
         if local.gpu and stack.is_meshwright:  # the product itself adds to the sum of all chunks
@@ -203,7 +203,7 @@ def head(local: LocalShape) -> LayerWork:
             local.tokens / parts * 4
         )  # first the largest logit of a row, then its exponential sum and its target's logit
         loss = tuple(Exchange("tp", "all-reduce", size, parts) for size in (each, 2 * each)) if local.tp > 1 else ()
-        # pairs are compared before any gradient exists, so chunks are walked a second time
+        # Pairs are compared before any gradient exists, so chunks are walked a second time.
         if local.compares:
             both = Exchanges(enter.forward + loss + exchanges.answer_sums(local), loss + enter.backward)
             operation = LayerOperation(name="head", forward=(product, softmax), inputs=forward, exchanges=both)
@@ -259,7 +259,7 @@ def _widths(local: LocalShape) -> HeadWidths:
             shape.heads * qk / local.tp, shape.heads * (qk + mla.v_dim) / local.tp, shape.heads * mla.v_dim / local.tp
         )
     queries = shape.heads * shape.head_dim / local.tp
-    # with more ranks than key heads each rank holds a copy of one
+    # With more ranks than key heads each rank holds a copy of one.
     keys = max(shape.kv_heads / local.tp, 1.0) * shape.head_dim
     return HeadWidths(queries, 2 * keys, queries)
 
@@ -268,7 +268,7 @@ def _attention(local: LocalShape) -> Iterator[LayerOperation]:
     shape, tokens = local.shape, local.tokens
     queries, keys_values, out = _widths(local)
     if shape.mla and not local.linear:
-        # latent attention multiplies in two steps; else one product makes queries, keys and values
+        # Latent attention multiplies in two steps; else one product makes queries, keys and values.
         made = list(_latent(local, queries, keys_values))
     else:
         columns = queries + keys_values + activations.gate_dims(local, out)
@@ -332,7 +332,7 @@ def _core(local: LocalShape, queries: float, keys_values: float) -> LayerOperati
     dim, pairs = queries / heads, heads * local.batch
     scores = pairs * (sequence / local.cp) * sequence
     fits = sequence <= 2048 and pairs % 4 == 0  # the kernel's requirements
-    # bytes per score and launches: five eager kernels, or one fused kernel that reads and writes 16 bits once
+    # Bytes per score and launches: five eager kernels, or one fused kernel that reads and writes 16 bits once.
     moved, back, launches = (36.0, 40.0, 5.0)
     if local.stack.attention == "fused-softmax" and fits:
         moved, back, launches = (4.0, 6.0, 1.0)
@@ -395,11 +395,11 @@ def _experts(local: LocalShape) -> Iterator[LayerOperation]:
     shape, moe = local.shape, local.shape.moe
     assert moe is not None
     tokens, copies, ffn = _routed(local)
-    # with expert parallelism tokens are cut over tensor ranks already, so f and g have nothing to join
+    # With expert parallelism tokens are cut over tensor ranks already, so f and g have nothing to join.
     enter, leave = (NO_EXCHANGES,) * 2 if local.ep > 1 else (exchanges.enter(local, alone=True), exchanges.leave(local))
     yield LayerOperation(name="enter experts", exchanges=enter)
     router = linear(local, "router", tokens, shape.hidden, moe.experts)
-    # the engine scores experts in fp32 (model/feed_forward.py)
+    # The engine scores experts in fp32 (model/feed_forward.py).
     if local.stack.is_meshwright:
         router = in_fp32(router)
     yield router._replace(exchanges=Exchanges(exchanges.balance(local)))
@@ -409,7 +409,7 @@ def _experts(local: LocalShape) -> Iterator[LayerOperation]:
     inner = _activation(local, "experts", copies, ffn)
     if local.stack.fused_experts:
         inner = LayerOperation(name=inner.name)
-    # shared experts see every token and run while routed rows travel
+    # Shared experts see every token and run while routed rows travel.
     shared: list[LayerOperation] = []
     if moe.shared_experts:
         shared = list(_mlp(local, moe.shared_experts * moe.ffn / local.tp, local.tokens, "shared", local.ep > 1))

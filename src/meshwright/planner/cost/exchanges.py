@@ -46,7 +46,7 @@ def enter(
     alone = alone or holds_codes(local.shape)
     beside = readers if local.stack.is_meshwright and not alone else ()
     products, inner = (tuple(work for op in beside for work in getattr(op, side)) for side in ("forward", "inputs"))
-    # a split backward pass computes weight gradients later, so nothing is left to hide the sum
+    # A split backward pass computes weight gradients later, so nothing is left to hide the sum.
     after = tuple(work for op in beside for work in op.weights) if not local.splits else ()
     if not local.sp:
         return Exchanges((), (Exchange("tp", "all-reduce", local.hidden_bytes, inputs, after),))
@@ -115,12 +115,12 @@ def exchange_passes(
     if local.ep == 1:
         return NO_EXCHANGES, NO_EXCHANGES
     assert local.shape.moe is not None
-    # ranks first tell each other how many rows come: 8 bytes per expert
+    # Ranks first tell each other how many rows come: 8 bytes per expert.
     tell = Exchange("ep", "all-to-all", 8.0 * local.shape.moe.experts)
     parts = (
         (shared[:2], shared[2:]) if local.stack.is_meshwright else ((), ())
     )  # entry and first product, then the rest
-    # only what goes to experts may be narrowed: rows in the forward pass, gradients of outputs in the backward pass
+    # Only what goes to experts may be narrowed: rows in the forward pass, gradients of outputs in the backward pass.
     narrow = (local.stack.dispatch_bytes or local.width) / local.width
     there, back = (
         Exchanges(
@@ -142,7 +142,7 @@ def _exchange_pass(
     back: int,
 ) -> tuple[Exchange]:
     """Return the exchange of the forward pass, or of the backward pass (1)."""
-    # compiled blocks compute weight gradients at once even in a split pass
+    # Compiled blocks compute weight gradients at once even in a split pass.
     later = local.splits and not local.compiled
     sides = ("inputs",) if back and later else ("inputs", "weights") if back else ("forward",)
 
@@ -152,7 +152,7 @@ def _exchange_pass(
     pieces = local.ep_pieces
     whole = Exchange("ep", "all-to-all", size_bytes / pieces, pieces, beside=works(shared))
     others = tuple(exchange for op in shared for exchange in op.exchanges[back] if exchange.beside or exchange.within)
-    # each exchange hides behind half of the experts' pieces; the other half hides the way back
+    # Each exchange hides behind half of the experts' pieces; the other half hides the way back.
     return (whole._replace(first=others, within=works(experts) if pieces > 1 else (), share=0.5),)
 
 
@@ -212,25 +212,25 @@ class Links:
         if ranks <= 1 or not size_bytes:
             return 0.0
         inside, nodes = self.span(ranks, stride)
-        # a measured time replaces the model, but only within a node: no curves exist across nodes
+        # A measured time replaces the model, but only within a node: no curves exist across nodes.
         if nodes == 1 and self.curves:
             measured = self.curves.exchange_s(collective, size_bytes, ranks)
             if measured is not None:
                 return measured / self.curve_share
         bandwidth = self.bandwidth(inside, nodes)
-        # rows for the node and for other nodes travel at once over different links: the slower decides
+        # Rows for the node and for other nodes travel at once over different links: the slower decides.
         if collective == "all-to-all" and nodes > 1:
             once = nodes_reached(routes, nodes, *groups) / routes if routes else 1.0
             away = once * size_bytes * (nodes - 1) / nodes / (self.network_bytes_per_s * self.network_share)
             near = size_bytes * (inside - 1) / inside / (self.link_bytes_per_s * self.link_share)
             return self.base_s + self.network_base_s + (nodes - 1) * self.network_step_s + max(away, near)
-        # rings: every rank passes all but its own share to the next, a step per rank
+        # Rings: every rank passes all but its own share to the next, a step per rank.
         moved = size_bytes * (ranks - 1) / ranks
         ring_s = (ranks - nodes) * self.link_step_s + (nodes - 1) * self.network_step_s + moved / bandwidth
         base_s = self.base_s + (self.network_base_s if nodes > 1 else 0.0)
         if collective != "all-reduce":
             return base_s + ring_s
-        # a sum is a reduce-scatter and an all-gather, or a tree, or done by the switch: NCCL takes the fastest
+        # A sum is a reduce-scatter and an all-gather, or a tree, or done by the switch: NCCL takes the fastest.
         best = min(2 * ring_s, self._tree_s(size_bytes, inside, nodes))
         if self.switch_from and ranks >= self.switch_from and nodes == 1:
             best = min(best, self.base_s + size_bytes / (self.link_bytes_per_s * self.switch_share))
@@ -279,7 +279,7 @@ def nodes_reached(routes: int, nodes: int, groups: int = 1, top_groups: int = 1)
     equally many groups as others or one more, or a group spans nodes.
     """
     if groups <= nodes:
-        # the nodes over which the groups of a token spread
+        # The nodes over which the groups of a token spread.
         within = nodes * top_groups / groups
         return within * (1 - (1 - 1 / within) ** routes)
     held, more = divmod(groups, nodes)

@@ -145,10 +145,10 @@ def local_shape(
     kind, positions, moe = "cuda" if gpu else "cpu", sequence // layout.cp, shape.moe
     rows = batch * positions // (layout.tp if layout.sp else 1) * moe.top_k if moe else 0
     lowered = stack.is_meshwright and gpu and is_lowered(layout, shape, fake_quantize)
-    # the reference kernels keep and move more, as another stack would
+    # The reference kernels keep and move more, as another stack would.
     if stack.is_meshwright and layout.kernels == "reference":
         stack = plain_code(stack, layout, width, compiled=lowered)
-    # features that only the engine has are off for other stacks, whatever the layout says
+    # Features that only the engine has are off for other stacks, whatever the layout says.
     return LocalShape(
         shape=shape,
         stack=stack,
@@ -308,10 +308,10 @@ class MicroBatchCost(NamedTuple):
 
         `stays_bytes` of its input stay. While one block runs backward, the activations of the block before it return.
         """
-        # the last block stays: its backward pass begins at once, so a transfer could not hide
+        # The last block stays: its backward pass begins at once, so a transfer could not hide.
         moved = max(0.0, self.kept_bytes - last.kept_bytes - stays_bytes)
         ahead = self.largest_kept_bytes if moved else 0.0
-        # each way overlaps with its own pass; only the excess is exposed
+        # Each way overlaps with its own pass; only the excess is exposed.
         way_s = moved / host_bytes_per_s if host_bytes_per_s else 0.0
         forward_s, backward_s = max(0.0, way_s - self.forward_s), max(0.0, way_s - self.backward_s)
         return self._replace(

@@ -38,7 +38,7 @@ class Recorded:
             raise AttributeError(name)
         declared = getattr(self.__class__, name, None)
         derive = declared.fget if isinstance(declared, property) else getattr(declared, "func", None)
-        # a property of a changed field is derived anew, from fields that are noted
+        # A property of a changed field is derived anew, from fields that are noted.
         reading = derive(self) if derive and self._changed else getattr(self._subject, name)
         self.__dict__[name] = reading
         return reading
@@ -87,12 +87,12 @@ class Memo(Generic[Answer]):
         notes.update(zip(names, readings, strict=False), _subject=subject, _changed=False)
         answer = self._rule(stand_in, *arguments)
         notes["_subject"] = None  # a stand-in that outlives its rule would be read unnoticed
-        # a rule that calls itself may have widened the key before
+        # A rule that calls itself may have widened the key before.
         if len(notes) > len(names) + len(PRIVATE) or self._names is not names:
             self._names += tuple(name for name in notes if name not in PRIVATE and name not in self._names)
-            # of a single name attrgetter gives no tuple
+            # Of a single name attrgetter gives no tuple.
             self._read = attrgetter(*self._names, *self._names[: len(self._names) == 1])
-            # keys widen within the first few answers, so looking for these on every miss costs more than it saves
+            # Keys widen within the first few answers, so looking for these on every miss costs more than it saves.
             self._answers.clear()
             readings = self._read(subject)
         elif self._most and len(self._answers) >= self._most:

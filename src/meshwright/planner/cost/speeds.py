@@ -170,7 +170,7 @@ class LinkCurves:
         sizes = [known for name, known in self.seconds if name == collective]
         if not sizes:
             return None
-        # nearest by ratio, since latency and bandwidth follow the logarithm of the ranks
+        # Nearest by ratio, since latency and bandwidth follow the logarithm of the ranks.
         near = min(sizes, key=lambda known: abs(log(known / ranks)))
         grid = self.seconds[collective, near]
         travels = (ranks - 1) / ranks / ((near - 1) / near)
@@ -281,7 +281,7 @@ class Speeds:
 
     def seconds(self, work: Work) -> float:
         """Return the seconds of one operation, alone on the device."""
-        # each call pays for its own launch and its own last wave
+        # Each call pays for its own launch and its own last wave.
         if isinstance(work, Product) and work.calls > 1:
             return work.calls * self.seconds(work._replace(calls=1))
         if self.curves:
@@ -304,7 +304,7 @@ class Speeds:
                 took = self.seconds(work) if self.curves else moved_bytes / rate + launches * launch_s
                 timed.append((took, False, launches))
             elif isinstance(work, Product):
-                # products repeat across layouts and their model is slow, so each is timed once
+                # Products repeat across layouts and their model is slow, so each is timed once.
                 known = self._alone.get(work)
                 if known is None:
                     bound = self.power is not None and self.is_bound(work)
@@ -326,11 +326,11 @@ class Speeds:
             return 1.0
         dynamic, static = self.power
         spared = other_s / product_s
-        # the pauses between products save enough energy for full clock
+        # The pauses between products save enough energy for full clock.
         if dynamic - static <= spared:
             return 1.0
         slow = 1.0
-        # Newton's method on the equation above, from full clock
+        # Newton's method on the equation above, from full clock.
         for _ in range(NEWTON):
             left = dynamic / slow**2 - static * slow - spared
             slow += left / (2 * dynamic / slow**3 + static)
@@ -344,7 +344,7 @@ class Speeds:
         """Return the seconds in which one of the optimizer's kernels moves these bytes."""
         if self.curves:
             return moved_bytes / self.curves.update.at(moved_bytes)
-        # a kernel below the common share is timed as if it moved more bytes
+        # A kernel below the common share is timed as if it moved more bytes.
         slower = self.memory_share / self.update_shares.get(kernel, self.memory_share)
         return self.seconds(MemoryPass(moved_bytes * slower, 4))
 
@@ -375,13 +375,13 @@ class Speeds:
         share, half, narrow = self.attention_forward, self.attention_half[0], self.narrow_heads
         if work.backward:
             share, half = self.attention_backward, self.attention_half[1]
-        # whole rows have a kernel of their own, such as that of cuDNN
+        # Whole rows have a kernel of their own, such as that of cuDNN.
         rates = None if work.kernel == "rows" else self.parted
         if self.bordered and work.kernel in ("documents", "window"):
             rates = self.bordered
         if rates:
             share, half, narrow = rates[work.backward], rates.half, rates.narrow
-        # short documents fill tiles worse than whole rows of the same length
+        # Short documents fill tiles worse than whole rows of the same length.
         if work.kernel.endswith("documents") and self.packed_half:
             half = self.packed_half[work.backward]
         if work.masked or work.width >= 4:
@@ -420,7 +420,7 @@ class Speeds:
 def _unaligned(work: Product) -> bool:
     """Return True if rows of an operand or of the output start between multiples of 16 bytes."""
     k, n, width = work.k, work.n, max(work.width, 1)
-    # fractions are means over ranks or experts, of which no alignment is known
+    # Fractions are means over ranks or experts, of which no alignment is known.
     return (k == int(k) and not is_aligned(k, width)) or (n == int(n) and not is_aligned(n, width))
 
 
@@ -437,7 +437,7 @@ def speeds_of(device: Device, flash: int = 2) -> Speeds:
     forward, backward = shares[flash]
     matmul = device.half_matmul_flop_per_s or 0.8 * peak
     reached = next((v for start, v in REACHED.items() if name.startswith(start)), REACHED["A100"])
-    # a device with less power than the one measured loses as much in attention as in products
+    # A device with less power than the one measured loses as much in attention as in products.
     slow = min(1.0, matmul / peak / (reached or 1e-9))
     low = device.fp8_matmul_flop_per_s or FP8_SHARE * matmul / peak * device.fp8_flop_per_s
     core = kernel_of(device, "prefill")
@@ -445,7 +445,7 @@ def speeds_of(device: Device, flash: int = 2) -> Speeds:
         matmul_flop_per_s=matmul,
         peak_flop_per_s=peak,
         low_flop_per_s=low,
-        # only the tensor cores of Blackwell multiply fp4
+        # Only the tensor cores of Blackwell multiply fp4.
         lowest_flop_per_s=FP4_OVER_FP8 * low if name.lstrip("G").startswith("B") else 0.0,
         memory_bytes_per_s=device.memory_bytes_per_s or 1e11,
         attention_forward=forward * slow,
@@ -520,7 +520,7 @@ def engine_speeds(device: Device, flash: int = 2, flash_4: bool = False) -> Spee
     if not device.name.upper().startswith(HOPPER_DEVICES) or not device.half_matmul_flop_per_s:
         return published
     assert published.kernel is not None, "a preset's products are modelled"
-    # rates of whole steps, which the engine reached, replace those of published software
+    # Rates of whole steps, which the engine reached, replace those of published software.
     measured = replace(
         published,
         product_share=ENGINE_PRODUCT_SHARE / published.kernel.figures["rate"],

@@ -207,7 +207,7 @@ class Stack:
     """Source of the figures."""
 
     def __hash__(self) -> int:
-        # keys of memos hold stacks, and all their fields would take as long to hash as an answer to find
+        # Keys of memos hold stacks, and all their fields would take as long to hash as an answer to find.
         return hash(self.name)
 
     @property

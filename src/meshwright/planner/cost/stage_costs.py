@@ -109,22 +109,22 @@ def block_time(
     """Time every operation of a block. `timed`: times of operations shared with other blocks, by `id`."""
     operations = block.operations
     works_alone = [timed.get(id(op)) or alone(op, speeds) for op in operations]
-    # one factor for the whole block: its power averages over all kernels of both passes
+    # One factor for the whole block: its power averages over all kernels of both passes.
     passes = PassSeconds(local=local, links=links, speeds=speeds, slower=_slower(works_alone, speeds))
     ahead, back, late = (
         [
             passes.timed(op, work[index], side)
             for op, work in zip(operations, works_alone, strict=True)
-            # the forward pass keeps every operation, since `tail` counts them from the end
+            # The forward pass keeps every operation, since `tail` counts them from the end.
             if index == 0 or work[index] or op.exchanges.backward
         ]
         for index, side in enumerate(SIDES)
     )
-    # selective recomputation repeats the attention core, or in some software all that is cheap
+    # Selective recomputation repeats the attention core, or in some software all that is cheap.
     scores_alone, scores = local.stack.drops_scores_alone, any(tensor.part == "scores" for tensor in block.tensors)
     repeated = [op for op in ahead if (scores and op[0].name == "attention" if scores_alone else op[0].again)]
     again = passes.pass_seconds(repeated, "forward")
-    # the host's work of a repeated pass counts only if a pass is repeated
+    # The host's work of a repeated pass counts only if a pass is repeated.
     called = _host_seconds(block, local, speeds)
     if local.stack.selective_repeats:
         rest = passes.pass_seconds([op for op in ahead if not op[0].again], "forward")
@@ -145,7 +145,7 @@ def block_time(
 
 def _slower(each: list[Alone], speeds: Speeds) -> float:
     """Return how much slower a block's products run because of the power that both its passes draw."""
-    # without a power model the shares of the device include the limit
+    # Without a power model the shares of the device include the limit.
     if speeds.power is None:
         return 1.0
     products = others = 0.0
@@ -209,7 +209,7 @@ class PassSeconds:
         # `each` is the pass if device and host never overlapped, towards which stalls lead.
         # A search runs this loop for every block, hence conditionals in place of max().
         device = host = each = exchanged = routed = 0.0
-        # a pass lasts as long as the busier of device and host
+        # A pass lasts as long as the busier of device and host.
         for _, works, exchanges in operations:
             if works:
                 host += operation_s
@@ -223,16 +223,16 @@ class PassSeconds:
                     routed += took
                 host += host_s
                 each += took if took > host_s else host_s
-        # exchanges of another micro-batch hide behind this computation, which they slow down
+        # Exchanges of another micro-batch hide behind this computation, which they slow down.
         if routed and stack.hides_experts:
             behind = device + sum(sum([took for took, _ in works]) for _, works, _ in later)
             hidden = min(routed, stack.hides_experts * behind)
             exchanged, device = exchanged - hidden, device + stack.contention * hidden
         device += exchanged
-        # dispatch waits for the counts of tokens per expert, which the host must read
+        # Dispatch waits for the counts of tokens per expert, which the host must read.
         if side != "weights" and any(op.name == "dispatch" for op, _, _ in operations):
             device += stack.counts_s + stack.expert_launch_s * self._launched(side) * self._experts
-        # device and host do not overlap perfectly: a share of each operation's own wait stalls the pass
+        # Device and host do not overlap perfectly: a share of each operation's own wait stalls the pass.
         longer = max(device, host)
         return longer + stack.stalls * max(0.0, each - longer), exchanged
 
@@ -249,16 +249,16 @@ class PassSeconds:
     def _exposed(self, exchange: Exchange, operation: LayerOperation, side: Side) -> float:
         stack, axis = self.local.stack, exchange.axis
         beside = stack.hides_beside
-        # a ring's hop hides behind the work on the part that arrived before
+        # A ring's hop hides behind the work on the part that arrived before.
         if exchange.collective == "ring":
             ranks, stride = self.local.group(axis)
             hop = self.links.send_seconds(exchange.size_bytes / ranks, stride, ranks)
             return (ranks - 1) * max(0.0, hop - beside * self._seconds(getattr(operation, side)) / ranks)
         took = self._whole(exchange)
-        # a call hides behind all pieces of the work but its own, so one call always stays exposed
+        # A call hides behind all pieces of the work but its own, so one call always stays exposed.
         if exchange.within:
             took = max(took / exchange.times, took - beside * exchange.share * self._seconds(exchange.within))
-        # earlier exchanges use up part of the work that could hide this one
+        # Earlier exchanges use up part of the work that could hide this one.
         hidden = self._seconds(exchange.beside) - sum([self._whole(other) for other in exchange.first])
         if hidden > 0:
             took = max(0.0, took - beside * hidden)
@@ -270,12 +270,12 @@ class PassSeconds:
     def _whole(self, exchange: Exchange) -> float:
         """Return the seconds of all calls of an exchange, hidden ones included."""
         axis, collective, size_bytes, times = exchange[:4]
-        # all layers exchange the same sizes, so each is timed once
+        # All layers exchange the same sizes, so each is timed once.
         key = axis, collective, size_bytes
         if key not in self._known:
             ranks, stride = self.local.group(axis)
             moe = self.local.shape.moe
-            # 0 = software that sends each copy of a token by itself, also to the same node
+            # 0 = software that sends each copy of a token by itself, also to the same node.
             routes = moe.top_k if moe and self.local.stack.routes_once and axis == "ep" else 0
             groups = (moe.groups, moe.top_groups) if moe else (1, 1)
             self._known[key] = self.links.seconds(collective, size_bytes, ranks, stride, routes, groups)
@@ -288,7 +288,7 @@ class PassSeconds:
 
 def policy_costs(block: LayerWork, time: BlockTime, local: LocalShape) -> "Policies":
     """Return a block's cost under each recompute policy, repeated passes included."""
-    # this policy keeps the output of the core, so all of the pass but the core runs again
+    # This policy keeps the output of the core, so all of the pass but the core runs again.
     core = time.repeated[0] - time.core[0], time.repeated[1] - time.core[1]
     again = {"none": (0.0, 0.0), "norms": time.norms, "selective": time.again, "all-but-attention": core}
     return {
@@ -302,9 +302,9 @@ def _block_cost(
 ) -> MicroBatchCost:  # fmt: skip
     kept_bytes, repeated = policy
     is_engine, back = local.stack.is_meshwright, block.backward
-    # of other software only one peak per layer is known, not its moments
+    # Of other software only one peak per layer is known, not its moments.
     mlp = (back.mlp if is_engine else block.transient_bytes) + repeated
-    # embedding and head have no moments inside a block, and store no input of one
+    # Embedding and head have no moments inside a block, and store no input of one.
     inside = is_engine and block.boundary_bytes
     attention = back.attention + repeated if inside else 0.0
     new = back.weights * local.width
@@ -321,7 +321,7 @@ def _block_cost(
         outside_bytes=back.outside + repeated,
         inner_bytes=back.inner,
         queued_bytes=back.queued,
-        # the weight gradient comes later in a split pass, so its bytes are not part of this peak
+        # The weight gradient comes later in a split pass, so its bytes are not part of this peak.
         split_bytes=max(0.0, kept_bytes + max(mlp - new, attention) - back.queued),
         weights=back.weights,
         new_bytes=new,
@@ -384,7 +384,7 @@ class BlockCosts:
 
     def __init__(self, speeds: Speeds, links: Links) -> None:
         self.speeds, self.links = speeds, links
-        # a memo per part, since the ends read less of a shape than blocks do, and dense blocks less than routed ones
+        # A memo per part, since the ends read less of a shape than blocks do, and dense blocks less than routed ones.
         self._parts = {part: Memo(self._policies) for part in ("embedding", "head", "dense", "windowed", "routed")}
         self._halves = Memo(self._first_half, most=HALVES)
 
@@ -395,7 +395,7 @@ class BlockCosts:
             parts += ["dense", "windowed"] if shape.mixed_windows else ["dense"]
         if shape.routed_layers:
             parts.append("routed")
-        # without experts, blocks differ with nearly every local shape: a memo of them would only cost time
+        # Without experts, blocks differ with nearly every local shape: a memo of them would only cost time.
         memoised = parts if shape.moe else parts[:2]
         return CostsByPolicy({
             part: self._parts[part](local, part) if part in memoised else self._policies(local, part) for part in parts
@@ -412,20 +412,20 @@ class BlockCosts:
             further = shape.unbuilt.predicts if part == "head" and shape.unbuilt else 0
             if not further:
                 return dict.fromkeys(RECOMPUTE, end)
-            # a multi-token predictor: join two hidden states, one more layer, and the head again
+            # A multi-token predictor: join two hidden states, one more layer, and the head again.
             joined = LayerWork(operations=(linear(local, "projection", local.tokens, 2 * shape.hidden, shape.hidden),))
             put = self._time(joined, local)["none"].plus(end)
             last = "routed" if shape.is_moe_layer(shape.layers - 1) else "dense"
             blocks = self._parts[last](local, last)
             return {policy: end.plus(put.plus(cost), further) for policy, cost in blocks.items()}
-        # of two kinds of windows, "dense" stands for layers without one
+        # Of two kinds of windows, "dense" stands for layers without one.
         window = 0 if shape.mixed_windows and part == "dense" else shape.window
         if part == "routed" and shape.unbuilt is not None and shape.unbuilt.full_every:
             window = mean_window(shape.window, local.sequence, shape.unbuilt.full_every)
-        # stages are composed of equal layers, so kinds of attention count with their mean
+        # Stages are composed of equal layers, so kinds of attention count with their mean.
         mean: Policies = {}
         for state, share in _attention_kinds(shape, part == "routed").items():
-            # only routed layers of other expert parallelism share a half
+            # Only routed layers of other expert parallelism share a half.
             half, timed = (self._halves if shape.moe else self._first_half)(local, window, state)
             block = layer(local, window=window, routed=part == "routed", state=state, attention=half)
             policies = self._time(block, local, timed)

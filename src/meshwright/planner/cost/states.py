@@ -71,7 +71,7 @@ def number_of_kinds(shape: ModelShape, layers: Iterable[int]) -> tuple[tuple[str
 def pieces(shape: ModelShape, tp: int, ep: int, storage: StateStorage = FP32_STATES) -> LocalSizes:
     """Return the local sizes of the parts of a shape, layers by kind."""
     first = {layer_kind(shape, layer): layer for layer in reversed(range(shape.layers))}
-    # a model just deep enough for one layer of each kind costs far less to walk than the whole
+    # A model just deep enough for one layer of each kind costs far less to walk than the whole.
     small = replace(shape, layers=max(first.values()) + 1)
     local = boxes(small, Layout(dp_shard=ep, tp=tp, ep=ep), 0)
     groups: dict[str, list[Size]] = {}
@@ -79,13 +79,13 @@ def pieces(shape: ModelShape, tp: int, ep: int, storage: StateStorage = FP32_STA
         box = local[parameter.name]
         codes = bytes_of_codes(parameter.scheme, box), lines_of_codes(parameter.scheme, box)
         kind = parameter.group if parameter.layer < 0 else layer_kind(small, parameter.layer)
-        # prediction heads stand behind the last layer, on the same rank as the final norm
+        # Prediction heads stand behind the last layer, on the same rank as the final norm.
         kind = "norm" if parameter.name.startswith(PREDICTOR) else kind
         if parameter.layer >= 0 and parameter.layer != first[kind]:
             continue
         size = box.sizes, parameter.group == "expert", storage.format_of(parameter), parameter.trained, *codes
         groups.setdefault(kind, []).append(size)
-    # a tied head is the embedding's matrix: another rank may hold it as a copy
+    # A tied head is the embedding's matrix: another rank may hold it as a copy.
     groups.setdefault("head", [groups["embedding"][0]])
     return LocalSizes(**{part.name: tuple(groups.get(part.name, ())) for part in fields(LocalSizes)})
 
@@ -139,7 +139,7 @@ def counts(
         for size in getattr(sizes, kind):
             parts[size] += times
     ends = [*(sizes.embedding if first else ()), *(sizes.norm if last else ())]
-    # a rank with both ends holds a tied matrix once
+    # A rank with both ends holds a tied matrix once.
     if last and not (shape.tied and first):
         ends += sizes.head
     for size in ends:
@@ -168,7 +168,7 @@ def _count(parts: Counter[Size], layout: Layout) -> ElementCounts:
     whole = shard = gathered = tensors = moments = learned = updated = learned_gathered = codes = codes_gathered = 0
     for (sizes, expert, stored, trained, coded, lines), times in parts.items():
         n = same if expert else ranks
-        # codes are never trained, and shared by lines of their run instead of by a dim
+        # Codes are never trained, and shared by lines of their run instead of by a dim.
         if coded:
             share = share_bytes(lines, n) if shares_codes(layout) and n > 1 else 0
             codes += times * (share or coded)
@@ -176,7 +176,7 @@ def _count(parts: Counter[Size], layout: Layout) -> ElementCounts:
             continue
         dim = sharded_dim(sizes, n)
         numel = prod(sizes)
-        # ZeRO pads the cut dim to equal shares, so the first rank holds a full one
+        # ZeRO pads the cut dim to equal shares, so the first rank holds a full one.
         cut = (*sizes[:dim], -(-sizes[dim] // n), *sizes[dim + 1 :])
         each = cut[dim] * (numel // sizes[dim])
         whole += times * numel
@@ -226,13 +226,13 @@ def states(
         gradient = gradient_bytes(precision, layout, micro_batches=micro_batches, reduce_dtype=reduce_dtype)
     zero, late = layout.zero, layout.pp > 1
     beside = stack.sharding == "fully_shard"
-    # under ZeRO-3 the shards may be the fp32 masters themselves: no second copy exists then
+    # Under ZeRO-3 the shards may be the fp32 masters themselves: no second copy exists then.
     shard = stack.shard_bytes if stack.shard_bytes and zero == 3 and sixteen else width.parameter
     if stack.is_meshwright and shards_are_masters(precision, layout, storage, reduce_dtype):
         shard = width.master
     master = 0 if shard > width.parameter else master_bytes(precision, storage)
     kinds = {}
-    # inside the step gathered copies may exist; at the update only what persists does
+    # Inside the step gathered copies may exist; at the update only what persists does.
     for inside in (True, False):
         whole = inside and zero > 0 and (zero < 3 or late) if beside else zero < 3
         whole_gradients = zero == 0 or (inside and (zero == 1 or late)) if beside else zero < 2

@@ -117,12 +117,12 @@ def with_adapters(
     lora = local.shape.lora
     if lora is None:
         return tuple(plain)
-    # a frozen matrix needs its input for nothing: only those that an adapter reads stay
+    # A frozen matrix needs its input for nothing: only those that an adapter reads stay.
     latent = ("q_down", "q", "kv_down") if local.shape.mla else ("q", "k", "v")
     reads = {"attention norm output": latent, "mlp norm output": ("gate", "up"), "dispatched": ("gate", "up")}
     unread = [name for name, readers in reads.items() if lora.dropout or not any(map(lora.adapts, readers))]
     unread += ["router input in fp32"]
-    # the MLP's activation is the input of "down": without an adapter there, or with dropout, no one reads it
+    # The MLP's activation is the input of "down": without an adapter there, or with dropout, no one reads it.
     down = lora.adapts("down") and not lora.dropout
     if not down and local.gates == 1:
         unread += ["mlp activation", "experts activation", "shared activation"]
@@ -150,7 +150,7 @@ def _adapter_tensors(local: LocalShape, widths: HeadWidths, routed: Routed | Non
             if lora.dropout:
                 dropped = local.tokens * _inputs(local, widths, routed, name) * (local.width + MASK_BYTES)
                 yield KeptBytes(f"dropped input of {name}", dropped, 0.0)
-    # the fused kernel recomputes silu(gate) * up for the matrix, but A's gradient needs it, too
+    # The fused kernel recomputes silu(gate) * up for the matrix, but A's gradient needs it, too.
     gated = local.gates == 2 and lora.adapts("down") and not lora.dropout and not local.lowered
     if gated and not routed:
         yield KeptBytes("mlp product", local.tokens * shape.ffn / local.tp * local.width, 0.0)
@@ -247,14 +247,14 @@ def linear(local: LocalShape, name: str, tokens: float, into: float, out: float,
     """Return (tokens, into) x (into, out) as an operation with its gradients, rounding, adapters and accumulation."""
     width, low = local.product_width, 1.0 if local.fp8 else local.product_width
     least = 1.0 if local.fp8_all else width
-    # a bias is a kernel of its own only in eager code; its gradient is a sum over rows everywhere
+    # A bias is a kernel of its own only in eager code; its gradient is a sum over rows everywhere.
     moved = tokens * out * local.width
     apart = (MemoryPass(2 * moved),) if bias and local.stack.passes > 1 else ()
     summed = (MemoryPass(moved),) if bias else ()
     adapts = local.shape.lora is not None
     thin = thin_products(local, name, tokens, into, out) if adapts else NONE
     restored = restored_weights(local, name, into, out) if adapts else ()
-    # with fp8-all a separate, uncompiled operator rounds in the backward pass (kernels.linear)
+    # With fp8-all a separate, uncompiled operator rounds in the backward pass (kernels.linear).
     back = with_fields(local, compiled=False) if local.fp8_all else local
     turned = rounded(back, tokens * into, tokens * out) if local.fp8_all else ()
     learned = (*turned, Product(into, tokens, out, 1.0, least), *summed, *accumulated(local, into * out))
@@ -285,14 +285,14 @@ def grouped(local: LocalShape, name: str, copies: float, into: float, out: float
     experts, pieces = local.shape.moe.experts / local.ep, local.ep_pieces
     rows_each = copies / experts
     grouped = local.stack.is_meshwright and local.gpu
-    # tiles of grouped kernels do not span experts: on average the last of each is half empty
+    # Tiles of grouped kernels do not span experts: on average the last of each is half empty.
     rows, inner = (rows_each + TILE / 2, rows_each + STEP / 2) if grouped else (rows_each, rows_each)
     put = (MemoryPass(2 * experts * into * out * local.width, pieces),) if pieces > 1 else ()
     thin = thin_products(local, name, rows_each, into, out, experts / pieces)
     restored = restored_weights(local, name, into, out, experts)
     matrices = experts * into * out
     width = 1.0 if local.fp8_all else 2.0 if local.stack.is_meshwright else min(2.0, local.product_width)
-    # fused experts cast nothing between their products: only the first input and the last gradient
+    # Fused experts cast nothing between their products: only the first input and the last gradient.
     enters, returns = (
         () if local.stack.fused_experts and name.endswith(inside) else cast(local, copies * size)
         for inside, size in (("down", into), ("up", out))
@@ -364,7 +364,7 @@ def rounding(local: LocalShape, operations: Sequence[LayerOperation]) -> tuple[L
 def _rounding(local: LocalShape, scheme: Scheme, name: str) -> Iterator[LayerOperation]:
     """Yield the rounding before the named product. Nothing if none of its matrices is rounded."""
     part, _, last = name.rpartition(" ")
-    # one operation may multiply by several matrices, each rounded with scales of its own
+    # One operation may multiply by several matrices, each rounded with scales of its own.
     names = {"qkv": ("q", "k", "v"), "up": ("gate", "up")[2 - local.gates :]}.get(last, (last,))
     where = {"": "attention.", "mlp": "mlp.", "experts": "mlp.experts.", "shared": "mlp.shared."}.get(part)
     by_name = _by_name(local.shape)
@@ -374,7 +374,7 @@ def _rounding(local: LocalShape, scheme: Scheme, name: str) -> Iterator[LayerOpe
     tokens = local.tokens * (local.shape.moe.top_k if part == "experts" and local.shape.moe else 1)
     boxes = _boxes(local.shape, local.tp, local.ep)
     passes = [_pass_over(scheme.name, boxes[matrix.name].numel, local.width) for matrix in matrices]
-    # where tensor parallelism cuts a row or block of scales, ranks agree on its largest number
+    # Where tensor parallelism cuts a row or block of scales, ranks agree on its largest number.
     shared = (
         [shared_scales(matrix, local.shape, scheme, local.tp, local.ep) for matrix in matrices] if local.tp > 1 else []
     )
@@ -417,7 +417,7 @@ def with_rounded_weights(
     if local.rounded is None:
         return cost
     plain, routed = (_elements(local.shape, local.tp, local.ep, kind) * local.width for kind in (False, True))
-    # copies live as long as activations do: until the backward pass, or within one repeated block
+    # Copies live as long as activations do: until the backward pass, or within one repeated block.
     standing = sum(dense * plain + experts * routed for policy, dense, experts in policies if policy not in AGAIN)
     again = [(dense, experts) for policy, dense, experts in policies if policy in AGAIN]
     made = max((max(plain * (dense > 0), routed * (experts > 0)) for dense, experts in again), default=0)

@@ -90,7 +90,7 @@ def minimize(
         # Damp until a step lowers the cost; then trust the next one more.
         for _ in range(5):
             step = newton_step(current, columns, shares, x, pull, damping)
-            # no scalar leaves its prior by more than three standard deviations
+            # No scalar leaves its prior by more than three standard deviations.
             tried = [min(3.0, max(-3.0, a - b)) for a, b in zip(x, step, strict=True)]
             there = residuals(tried)
             if _cost(there, shares, tried, pull) < before:
@@ -109,7 +109,7 @@ def slopes(
     """Return d residual / d x by x. The step is large enough to look past the corners of max()."""
     columns = []
     for i, at in enumerate(x):
-        # towards the prior, where the model is known to behave
+        # Towards the prior, where the model is known to behave.
         step = 0.2 if at <= 0 else -0.2
         moved = residuals([*x[:i], at + step, *x[i + 1 :]])
         columns.append([(b - a) / step for a, b in zip(current, moved, strict=True)])
@@ -126,7 +126,7 @@ def newton_step(
     slope = [sum(w * p * r for w, p, r in zip(weights, a, current, strict=True)) + pull * at
              for a, at in zip(columns, x, strict=True)]  # fmt: skip
     for i, row in enumerate(system):
-        # the prior adds to the diagonal, and damping is relative to it (Levenberg-Marquardt)
+        # The prior adds to the diagonal, and damping is relative to it (Levenberg-Marquardt).
         row[i] += pull + damping * (pull + row[i])
     return solve(system, slope)
 
@@ -171,7 +171,7 @@ def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[flo
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
     for i in range(size):
         for j in range(i + 1, size):
-            # no pivoting: the diagonal of a positive definite matrix stays positive
+            # No pivoting: the diagonal of a positive definite matrix stays positive.
             factor = rows[j][i] / rows[i][i]
             for k in range(i, size + 1):
                 rows[j][k] -= factor * rows[i][k]

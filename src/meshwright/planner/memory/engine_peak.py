@@ -65,7 +65,7 @@ def schedule_moments(name: str, ranks: int, micro_batches: int, virtual: int, ra
 
 def _highest(instants: Collection[Instant]) -> Iterator[Instant]:
     """Yield the instants of one kind that no other exceeds. Reduced gradients are fewer with ZeRO, else as many."""
-    # reductions free memory, so they count with the opposite sign
+    # Reductions free memory, so they count with the opposite sign.
     flat = {i: (*i.alive, *i.queued, *i.graded, *(-done for done in i.reduced)) for i in instants}
     for instant, numbers in flat.items():
         if not any(other is not instant and all(map(le, numbers, others)) for other, others in flat.items()):
@@ -88,7 +88,7 @@ def _walk(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) ->
             if action.stage == ranks * virtual - 1:
                 yield now("loss")
         elif action.kind == "W":
-            # before the count falls: inputs are held until their gradient is computed
+            # Before the count falls: inputs are held until their gradient is computed.
             yield now("weights")
             queued[stage] -= 1
             graded[stage] = 1
@@ -97,18 +97,18 @@ def _walk(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) ->
         else:
             final = action == last[action.stage]
             yield now("inputs" if action.kind == "B" else "sums" if final else "pass")
-            # only after the pass: at its worst place its own activations still count
+            # Only after the pass: at its worst place its own activations still count.
             alive[stage] -= 1
             if action.kind == "B":
                 queued[stage] += 1
                 yield now("split")
-            # only the first stage goes on into the embedding, whose gradient is made last
+            # Only the first stage goes on into the embedding, whose gradient is made last.
             if action.stage == 0:
                 yield now("end" if final else "embedding")
             if action.kind == "BW":
                 graded[stage] = 1
         if action == last[action.stage]:
-            # a stage reduces once, after its last weight gradient
+            # A stage reduces once, after its last weight gradient.
             reduced[stage] = 1
 
 
@@ -164,7 +164,7 @@ def gather_units(shape: ModelShape, layout: Layout, width: float, gradient: floa
         parameters = elements.gathered * width + elements.codes_gathered
         return GatherUnit(parameters, learned * gradient, learned * width, elements.updated * gradient)
 
-    # experts spread over ranks are sharded over fewer ranks than the rest of their block
+    # Experts spread over ranks are sharded over fewer ranks than the rest of their block.
     apart = layout.ep > 1 and shape.is_moe_layer(layer)
     block = unit(counts(shape, layout, (layer,), first=False, last=False))
     experts = unit(expert_counts(shape, layout, layer)) if apart else NO_UNIT
@@ -225,7 +225,7 @@ def enough(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
 def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[Instant, ...]:
     """Return the moments of a pipeline rank, or of a step without a pipeline."""
     if layout.pp > 1:
-        # beyond some micro-batches the schedule only repeats moments that were seen
+        # Beyond some micro-batches the schedule only repeats moments that were seen.
         few = enough(layout.schedule, layout.pp, micro_batches, layout.vp)
         return schedule_moments(layout.schedule, layout.pp, few, layout.vp, rank)
     if layout.cuda_graphs == "on":  # gradients exist from the first micro-batch
@@ -234,7 +234,7 @@ def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[Instant, ...
     passes = [((int(micro_batches > 2),), False)] if micro_batches > 1 else []  # one in between exceeds the first
     if micro_batches < 3 or not layout.reduces_at_once:  # and the last, unless all gradients are summed in that
         passes.append(((int(micro_batches > 1),), True))
-    # the first pass finds no gradients, a later one adds to them, the last may reduce them
+    # The first pass finds no gradients, a later one adds to them, the last may reduce them.
     for graded, final in passes:
         instants.append(Instant("sums" if final else "pass", 0, (1,), (0,), graded, (0,)))
         instants.append(Instant("end" if final else "embedding", 0, (0,), (0,), graded, (0,)))
@@ -270,7 +270,7 @@ def fullest_moments(
     alike = len({(cost.mlp_bytes, cost.attention_bytes, cost.weights, cost.split_bytes) for cost in costs}) == 1
     kept_bytes_each, queued = [cost.kept_bytes for cost in costs], [cost.queued_bytes for cost in costs]
     defers, end = any(queued), len(costs) - 1
-    # logits grow with what is alive on the last stage, and are part of the head's sizes
+    # Logits grow with what is alive on the last stage, and are part of the head's sizes.
     logits = costs[-1].logits.kept_bytes  # only a model's last stage has any
     kinds: dict[tuple[object, ...], list[MomentBytes]] = {}
     for what, stage, alive, waiting, graded, done in instants:
@@ -280,7 +280,7 @@ def fullest_moments(
         moment = MomentBytes(
             what, stage, stage_graded, waits, share, reduced, shares[stage], kept_bytes, alive[-1] * logits
         )
-        # of moments that differ only in sums, those that are smaller in all of them cannot be the peak
+        # Of moments that differ only in sums, those that are smaller in all of them cannot be the peak.
         where = stage == end if alike and what != "reduce" else stage
         kinds.setdefault((what, where, stage_graded, waits, reduced, shares[stage]), []).append(moment)
     return tuple(moment for candidates in kinds.values() for moment in _pareto_front(candidates))
@@ -288,7 +288,7 @@ def fullest_moments(
 
 def _pareto_front(moments: list[MomentBytes]) -> Iterator[MomentBytes]:
     """Yield the moments that no other exceeds both in kept bytes and in gradients."""
-    # in descending order of bytes, a moment matters only if more gradients exist than in all fuller ones
+    # In descending order of bytes, a moment matters only if more gradients exist than in all fuller ones.
     most = -1.0
     for moment in sorted(moments, key=lambda m: (m.kept_bytes + m.logits_bytes, m.share), reverse=True):
         if moment.share > most:
@@ -347,7 +347,7 @@ class PipelineRank:
             whole * share + self._after_reduction(whole * reduced) + (units.last.gradients if ends and early else 0.0)
         )
         parameters = self.state["parameters"] * (1 - reduced * self.frees_parameters)
-        # graphs are captured without reductions, which follow the pass
+        # Graphs are captured without reductions, which follow the pass.
         final = units.summed and what == "sums" and self.layout.cuda_graphs != "on"
 
         def sizes(at: PassBytes) -> Sizes:
@@ -357,7 +357,7 @@ class PipelineRank:
             gathered = (
                 self.layout.pp == 1 and units.summed and (self.gathers_per_pass or (self.layout.zero and not graded))
             )
-            # what the pass gathers ahead while the loss is computed
+            # What the pass gathers ahead while the loss is computed.
             late = units.block if units.tied else units.last  # a tied matrix was gathered before the blocks
             buffers = late.parameters * bool(gathered) + units.last.parameters * self.gathers_per_pass
             yield sizes(PassBytes(before, logits + cost.logits.transient, 0.0, buffers))
@@ -386,7 +386,7 @@ class PipelineRank:
             if self.gathers_per_pass and not graded:
                 yield self._first_layers(cost, parameters)
             if self.layout.pp == 1 and not (graded or units.summed):
-                # at the first layer gradients of all others exist, and their activations are freed
+                # At the first layer gradients of all others exist, and their activations are freed.
                 made_last = units.block.gradients + (0.0 if units.tied else units.first.gradients)
                 gradients = max(0.0, whole * stage_share - made_last)
                 yield Sizes(gradients, 0.0, temporaries, 0.0, parameters, cost.largest_kept_bytes)
@@ -397,7 +397,7 @@ class PipelineRank:
         """Yield the head: its matrix gradient is rounded, then kept or added to one, and perhaps reduced."""
         last, freed = self.units.last, cost.logits.kept_bytes - cost.logits.held_bytes
         gathers = last.parameters + self.units.block.parameters if self.gathers_per_pass else 0.0
-        # the new gradient stands beside all logits until it is rounded
+        # The new gradient stands beside all logits until it is rounded.
         yield PassBytes(before, logits, last.made, gathers)
         if self.reduces_each:
             gradients = before + (0.0 if graded else last.share)
@@ -438,7 +438,7 @@ class PipelineRank:
         units, block, experts = self.units, self.units.block, self.units.experts
         gathered = 2 * block.parameters if self.gathers_per_pass else 0.0
         reduced *= units.summed
-        # dense blocks are one unit: reduced whole when the pass leaves them
+        # Dense blocks are one unit: reduced whole when the pass leaves them.
         if not experts.made:
             inside = max(cost.mlp_bytes, max(cost.after_bytes, cost.attention_bytes) + block.made)
             return inside, gathered + reduced
@@ -446,7 +446,7 @@ class PipelineRank:
             gathered -= experts.parameters
         behind = gathered - experts.parameters * self.gathers_per_pass + experts.gradients * (1 + units.alone)
         outside = cost.outside_bytes - cost.inner_bytes
-        # in the MLP, at its exit, between experts and attention, in attention
+        # In the MLP, at its exit, between experts and attention, in attention.
         places = [
             (cost.mlp_bytes, gathered + reduced),
             (cost.after_bytes + experts.made, gathered + reduced),
@@ -515,7 +515,7 @@ class PipelineRank:
             gathers = first.parameters if self.gathers_per_pass else 0.0
             buffers = gathers + max(first.gradients, block.gradients)
             return PassBytes(self.state["gradients"], logits, first.made, buffers, freed)
-        # layers of the stage that were reduced hold shards by now; two units are still whole
+        # Layers of the stage that were reduced hold shards by now; two units are still whole.
         if final:
             stage_gradients = self.state["gradients"] * final
             left = first.gradients + block.gradients + self._shared(stage_gradients)

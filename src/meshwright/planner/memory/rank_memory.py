@@ -56,7 +56,7 @@ def leading(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) 
         return min(m, 2 * p - rank - 1), min(m, rank + 1)
     if KINDS[name].holds_all:
         return (m,)
-    # rounds share all micro-batches evenly, so one may be wider than the pipeline
+    # Rounds share all micro-batches evenly, so one may be wider than the pipeline.
     width, order = m // max(1, m // p), KINDS[name].order
     hop = order.hop if isinstance(order, Rounds) else 1
     ahead = min((v - 1) * width + hop * (p - 1 - rank) + 1, v * m)
@@ -77,7 +77,7 @@ def returns(name: str, ranks: int, micro_batches: int, virtual: int) -> bool:
         return False
     if order.hop == 1:
         return m > (3 * p if order.late else p)
-    # interleaved schedules go round in groups of about p micro-batches per chunk
+    # Interleaved schedules go round in groups of about p micro-batches per chunk.
     width = m // max(1, m // p)
     ahead = sum(leading(name, p, m, v, 0))
     return m * v > ahead + v * width
@@ -115,7 +115,7 @@ def rank_memory(
         rank_stages[0] == 0,
         rank_stages[-1] == len(stages) - 1,
     )
-    # the engine's moments are known one by one; of other software only what is in flight
+    # The engine's moments are known one by one; of other software only what is in flight.
     alive: tuple[tuple[int, ...], ...] = ((),)
     if units is not None:
         engine = PipelineRank(
@@ -130,9 +130,9 @@ def rank_memory(
             alive = in_flight(layout, micro_batches, rank)
         activations = max(_sum(moment, [cost.kept_bytes for cost in costs]) for moment in alive)
         kinds = {**state.step, "activations": activations, **_backward(alive, costs, gathered_bytes)}
-    # Meshwright receives into what a stage keeps as its input, which a dry run counts as activations
+    # Meshwright receives into what a stage keeps as its input, which a dry run counts as activations.
     kinds["buffers" if units is None else "activations"] += _borders(layout, stack, alive, border_bytes)
-    # every border but the model's two ends has a buffer per micro-batch
+    # Every border but the model's two ends has a buffer per micro-batch.
     if stack.step_buffers and layout.pp > 1:
         kinds["buffers"] += (2 * len(rank_stages) - first - last) * micro_batches * border_bytes
         kinds["logits"] += micro_batches * logits_bytes if last else 0.0
@@ -142,10 +142,10 @@ def rank_memory(
         head_bytes = max(cost.logits.chunk for cost in costs)
         if head_bytes > update_bytes:
             update["temporaries"], then = head_bytes, "evaluation"
-    # passes and update never overlap: the larger is the peak
+    # Passes and update never overlap: the larger is the peak.
     if sum(update.values()) > sum(kinds.values()):
         kinds, when = update, then
-    # only activations come and go, so only they leave gaps in the memory of the allocator
+    # Only activations come and go, so only they leave gaps in the memory of the allocator.
     slack = (stack.slack - 1) * kinds.get("activations", 0.0)
     kinds["reserve"] = stack.reserve_bytes + slack
     host = [cost.host_bytes for cost in costs]

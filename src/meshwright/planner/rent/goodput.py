@@ -192,7 +192,7 @@ class RunTiming:
     @property
     def running_s(self) -> float:
         """Mean time without waits for nodes. Each failure also loses the time of writing a checkpoint."""
-        # a failure while a checkpoint is written loses it, so that time is done again
+        # A failure while a checkpoint is written loses it, so that time is done again.
         again_s = self.restart_s + self.write_s
         return expected_wall_s(self.work_s, self.interval_s, self.save_s, again_s, self.mtbf_s)
 
@@ -204,7 +204,7 @@ class RunTiming:
     @property
     def wall_s(self) -> float:
         """Mean time from start to end."""
-        # nodes fail only while all run, so waits stretch the running time
+        # Nodes fail only while all run, so waits stretch the running time.
         return self.start_s + self.running_s / (1 - self.waiting)
 
     @property
@@ -311,7 +311,7 @@ class _Run:
             self.now += until_s
             self.done += self._committed(until_s)
             self._fail()
-            # a failure during a restart begins it anew
+            # A failure during a restart begins it anew.
             while (until_s := self.random.expovariate(1 / self.timing.mtbf_s)) < self.timing.restart_s:
                 self.now += until_s
                 self._fail()
@@ -326,13 +326,13 @@ class _Run:
     def _committed(self, running_s: float) -> float:
         """Return the work that a checkpoint holds after `running_s`."""
         length = self.timing.interval_s + self.timing.save_s
-        # a checkpoint whose write has not ended at the failure does not count
+        # A checkpoint whose write has not ended at the failure does not count.
         return max(0, floor((running_s - self.timing.write_s) / length)) * self.timing.interval_s
 
     def _fail(self) -> None:
         """Handle one failure: a spare takes over, or the first node that is repaired."""
         self.failures += 1
-        # software failures keep their nodes, so nothing is replaced
+        # Software failures keep their nodes, so nothing is replaced.
         if self.random.random() >= self.timing.hardware:
             return
         while self.back and self.back[0] <= self.now:
@@ -342,5 +342,5 @@ class _Run:
         if self.spares:
             self.spares -= 1
         else:
-            # no spare is left: the run waits for the first node that is repaired
+            # No spare is left: the run waits for the first node that is repaired.
             self.now = max(self.now, heappop(self.back))

@@ -189,7 +189,7 @@ class MemoryBounds:
         self._states: dict[bool, list[HeldBytes]] = {}
         self._ranks: dict[tuple[tuple[tuple[str, int], ...], int], list[Idle]] = {}
         self._pipelines = PipelineTerms((), 0, [], 0.0, False)
-        # blocks depend on tp, sp, cp and ep alone, so cells that differ in dp or pp share terms
+        # Blocks depend on tp, sp, cp and ep alone, so cells that differ in dp or pp share terms.
         self._blocks = known.blocks.setdefault(
             cell[:4] if cell.pp > 1 or max(cell.tp, cell.cp, cell.ep) > 1 else ALONE, BlockTerms()
         )
@@ -219,13 +219,13 @@ class MemoryBounds:
     def _least_bytes(
         self, pipelines: tuple[tuple[str, int], ...], micro_batch: int, recompute: str, room: float = float("inf")
     ) -> float:
-        # consecutive families mostly differ in recomputation only, which these terms do not read.
+        # Consecutive families mostly differ in recomputation only, which these terms do not read.
         # Families of a cell share one tuple of pipelines, so identity suffices.
         if self._pipelines.names is not pipelines or self._pipelines.micro_batch != micro_batch:
             m = self.m(micro_batch, self.largest)
             ranks = self._idle(pipelines, m)
             idle_bytes = max([rank.idle_bytes - rank.gradient_bytes for rank in ranks])
-            # other software allocates all gradients from the start
+            # Other software allocates all gradients from the start.
             stays = self._stays(pipelines, m) or not self.estimator.stack.is_meshwright
             self._pipelines = PipelineTerms(pipelines, micro_batch, ranks, idle_bytes, stays)
         if self._pipelines.idle_bytes > room:
@@ -242,7 +242,7 @@ class MemoryBounds:
     def kind(self, family: RegionFamily, peak_bytes: float) -> str:
         """Return the largest kind of memory of a family whose lower bound is `peak_bytes`."""
         m = self.m(family.micro_batch, self.largest)
-        # a bound has no kinds of its own: where it is far above the states, activations are to blame
+        # A bound has no kinds of its own: where it is far above the states, activations are to blame.
         if peak_bytes > 1.5 * max(rank.idle_bytes for rank in self._idle(family.pipelines, m)):
             return "activations"
         return self.states(m > 1)[0].largest
@@ -298,7 +298,7 @@ class MemoryBounds:
         if key not in known:
             costs = self.costs(1, recompute)
             parts = [part for part in (costs.dense, costs.routed) if part.forward_s]
-            # where weight gradients may add to sums, their bytes are no part of a lower bound
+            # Where weight gradients may add to sums, their bytes are no part of a lower bound.
             compiled = compiles_blocks(self.base, self.estimator.shape, "cuda", self.estimator.recipe.fake_quantize)
             summed = self.estimator.costs.may_sum_products and (self.cell.pp > 1 or not compiled)
             inside = [part.inputs_bytes if summed else part.transient_bytes for part in parts]
@@ -312,7 +312,7 @@ class MemoryBounds:
     def states(self, sums: bool) -> list[HeldBytes]:
         """Return the states under the widest sharing of each ZeRO stage. `sums`: a step has several micro-batches."""
         if sums not in self._states:
-            # walked from the narrowest sharing on, so the widest of each ZeRO stage remains
+            # Walked from the narrowest sharing on, so the widest of each ZeRO stage remains.
             most = {zero: (replicate, shard, zero) for replicate, shard, zero in reversed(self.splits)}
             self._states[sums] = [self._split_states(split, sums) for split in most.values()][::-1]
         return self._states[sums]
@@ -322,7 +322,7 @@ class MemoryBounds:
         key = tp, ep, shard * cp, zero, pp > 1, sums, dp * cp == 1
         if key not in self.known.states:
             layout = Region(self.cell, 1, "1f1b", 1, "none").layout(*split, base=self.base)
-            # two micro-batches stand for any number: it only matters whether gradients are sums
+            # Two micro-batches stand for any number: it only matters whether gradients are sums.
             self.known.states[key] = self._held_bytes(layout, 2 if sums else 1)
         return self.known.states[key]
 
@@ -331,7 +331,7 @@ class MemoryBounds:
         parts = []
         examples = [_smallest_layer(shape, routed) for routed in (False, True)]
         ranks = layout.dp_shard * layout.cp if layout.zero else 1
-        # the smallest layer of each kind bounds every rank that holds as many
+        # The smallest layer of each kind bounds every rank that holds as many.
         for layers, first in ((examples[0], False), (examples[1], False), ((), True)):
             key = layout.tp, layout.ep, ranks, shares_codes(layout), layers
             if key not in self.known.counts:
@@ -383,14 +383,14 @@ def longest_wait(layers: StageLayers, name: str, ranks: int, virtual: int, m: in
     stages, joint_backward = stages_of_ranks(name, ranks, virtual), int(name not in SPLIT)
     work = [[m * sum([layers[stage][kind] for stage in rank_stages]) for kind in (0, 1)] for rank_stages in stages]
     before = [[*accumulate((stage[kind] for stage in layers), initial=0)] for kind in (0, 1)]
-    # a backward pass counts as two forward passes
+    # A backward pass counts as two forward passes.
     busy = [
         3 * (dense + routed) + (1 + 2 * joint_backward) * (before[0][rank] + before[1][rank])
         for rank, (dense, routed) in enumerate(work)
     ]
     rank = max(range(ranks), key=busy.__getitem__)
     (dense, routed), dense_before, routed_before = work[rank], before[0][rank], before[1][rank]
-    # the first rank embeds all micro-batches; others wait for the first one's embedding only
+    # The first rank embeds all micro-batches; others wait for the first one's embedding only.
     embedding = (m, m) if rank == 0 else (1, joint_backward)
     return (
         dense + dense_before, dense + joint_backward * dense_before,
@@ -429,7 +429,7 @@ class CellBounds(MemoryBounds):
         if self.cell.pp > 1:
             each_s = *passes.each_s, self._send_s(family.micro_batch)
             waits_s = [sum(map(mul, counts, each_s)) for counts in self.waits(family.pipelines, m)]
-            # ranks that share a core compute while others wait
+            # Ranks that share a core compute while others wait.
             passes_s = max(passes_s, min(waits_s) / self.ranks_per_core)
         return passes_s + m * stack.micro_batch_s + stack.step_s
 
@@ -465,7 +465,7 @@ class CellBounds(MemoryBounds):
 
     def _pass_s(self, family: RegionFamily) -> BlockPasses:
         """Return the seconds of one micro-batch's passes."""
-        # where any number of layers may recompute, the fastest is that none does
+        # Where any number of layers may recompute, the fastest is that none does.
         key = family.micro_batch, "none" if self.base.recompute_layers else family.recompute
         known = self._blocks.passes
         if key in known:
@@ -476,7 +476,7 @@ class CellBounds(MemoryBounds):
             (costs.embedding, 1), (costs.dense, plain), (costs.windowed, windowed),
             (costs.routed, shape.routed_layers), (costs.head, 1),
         )  # fmt: skip
-        # a pass through all layers bounds every pipeline, however it is cut
+        # A pass through all layers bounds every pipeline, however it is cut.
         through_s = weights_s = 0.0
         for part, layers in parts:
             through_s += layers * (part.forward_s + part.input_s)
@@ -489,12 +489,12 @@ class CellBounds(MemoryBounds):
 
     def waits(self, pipelines: tuple[tuple[str, int], ...], m: int) -> list[Wait]:
         """Return the waits of those pipelines that can be the fastest: none is worse than another in every term."""
-        # the families of a cell share one tuple, so identity saves hashing it
+        # The families of a cell share one tuple, so identity saves hashing it.
         if self._waited[0] is not pipelines or self._waited[1] != m:
             pp, known = self.cell.pp, self.known.waits
             key = pp, m, pipelines
             if key not in known:
-                # a set, since many pipelines do and await the same
+                # A set, since many pipelines do and await the same.
                 candidates = {longest_wait(self.stage_layers(vp), name, pp, vp, m) for name, vp in pipelines}
                 known[key] = [
                     candidate
@@ -527,7 +527,7 @@ class CellBounds(MemoryBounds):
         `held` counts the (dense, routed) layers of a rank. Sequence parallelism makes no difference: it shares
         activations only.
         """
-        # the same bound serves the cell with and without sp
+        # The same bound serves the cell with and without sp.
         key, known = (self.cell._replace(sp=False), tuple(self.splits), held, m), self.known.sharing
         if key not in known:
             any_layout = Region(self.cell, 1, "1f1b", 1, "none").layout
@@ -559,7 +559,7 @@ def offered_policies(estimator: Estimator, plan: Plan, cell: Cell, fixed: Fixed)
 
 def families(estimator: Estimator, plan: Plan, fixed: Fixed) -> Iterator[tuple[CellBounds, RegionFamily]]:
     """Yield every legal family with the bounds of its cell."""
-    # one store for all cells, since most terms depend on few of a cell's degrees
+    # One store for all cells, since most terms depend on few of a cell's degrees.
     known = CellTerms()
     for cell in cells(plan, plan.cluster.devices, fixed):
         splits = offered_splits(plan, cell, fixed)

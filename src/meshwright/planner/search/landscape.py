@@ -77,14 +77,14 @@ def landscape(estimator: Estimator, plan: Plan, *, fixed: Fixed | None = None, m
             f"recipe.global_batch={recipe.global_batch} and recipe.sequence={recipe.sequence}: take a "
             "multiple of the number of devices as global_batch"
         )
-    # a family has a layout per split and pipeline; the same numbers index a random draw
+    # A family has a layout per split and pipeline; the same numbers index a random draw.
     sizes = [len(bounds.splits) * len(family.pipelines) for bounds, family in searched]
-    # a fixed seed: the same plan always draws the same map
+    # A fixed seed: the same plan always draws the same map.
     rng = Random(0)
     if sum(sizes) <= most:
         points = [point for bounds, family in searched for point in family_points(estimator, bounds, family)]
         front = Front()
-        # small products first: they beat most of the others, which are then never compared in full
+        # Small products first: they beat most of the others, which are then never compared in full.
         for point in sorted(points, key=lambda point: point.step_s * point.peak_bytes):
             add(estimator, front, point)
     else:
@@ -111,7 +111,7 @@ def search_front(
     """Return the exact front over all families, and every point counted on the way."""
     front, looked = Front(), []
     least = [(bounds.family_s(family), bounds.family_bytes(family)) for bounds, family in searched]
-    # families that promise most come first, so later ones are beaten by their bounds alone
+    # Families that promise most come first, so later ones are beaten by their bounds alone.
     for index in sorted(range(len(searched)), key=lambda index: least[index][0] * least[index][1]):
         bounds, family = searched[index]
         if front.beats(*least[index]):
@@ -179,7 +179,7 @@ def draw_points(
     rng: Random,
 ) -> list[LayoutPoint]:
     """Return `sample_size` layouts drawn uniformly without replacement."""
-    # number the layouts of all families consecutively, and draw numbers
+    # Number the layouts of all families consecutively, and draw numbers.
     ends = list(accumulate(sizes))
     points = []
     for number in sorted(rng.sample(range(ends[-1]), sample_size)):

@@ -164,7 +164,7 @@ class _Search:
     def run(self) -> Ranking:
         waiting: list[Waiting] = list(self.fitting())
         heapify(waiting)
-        # best bound first: when that one cannot be listed, nothing behind it can
+        # Best bound first: when that one cannot be listed, nothing behind it can.
         while waiting and waiting[0][0] * (1 - ROUNDING) <= self.limit_s:
             _, _, bounds, first = heappop(waiting)
             if isinstance(first, TimedChoice):
@@ -209,7 +209,7 @@ class _Search:
         for bounds, family in families(self.estimator, self.plan, self.fixed):
             number = len(bounds.splits) * len(family.pipelines)
             self.ranking.legal += number
-            # with a limit of time the caller does not ask why slower families would not fit
+            # With a limit of time the caller does not ask why slower families would not fit.
             if self.below_s < float("inf") and bounds.family_s(family) >= self.below_s:
                 continue
             peak = bounds.family_bytes(family, self.room)
@@ -221,7 +221,7 @@ class _Search:
     def expand(self, bounds: CellBounds, first: RegionFamily | WholeFamily | Region | Choice) -> Iterator[Waiting]:
         """Yield the next smaller parts, each with its lower bound of the step time."""
         parts: Iterable[tuple[float, Part]]
-        # cheap bounds first: each split of a part costs more and bounds it better
+        # Cheap bounds first: each split of a part costs more and bounds it better.
         if isinstance(first, RegionFamily):
             parts = [(bounds.whole_family_s(first), WholeFamily(first))]
         elif isinstance(first, WholeFamily):
@@ -232,7 +232,7 @@ class _Search:
         else:
             parts = [(self.estimator.time(first.layout(bounds.base), exact=False).total_s, TimedChoice(first))]
         for bound_s, part in parts:
-            # sums in another order may differ in the last digits
+            # Sums in another order may differ in the last digits.
             if bound_s * (1 - ROUNDING) <= self.limit_s:
                 yield bound_s, next(self.numbers), bounds, part
 
@@ -249,7 +249,7 @@ class _Search:
         """Count a layout exactly. Enter it if it fits and ranks among the listed."""
         layout, searched = choice.layout(bounds.base), choice.layout(self.plan.layout)
         step_s = self.estimator.time(layout).total_s
-        # time first: memory needs the played schedule and is the dearer of both
+        # Time first: memory needs the played schedule and is the dearer of both.
         if step_s > self.limit_s or step_s >= self.below_s:
             return
         memory = fullest_rank(self.estimator, layout, self.room)
@@ -259,7 +259,7 @@ class _Search:
             return
         graphs = bounds.base is not self.plan.layout
         if graphs or (self.estimator.chooses_execution and self.plan.model.norm == "layernorm"):
-            # graphs may gain too little to be taken, and LayerNorm's blocks may run uncompiled, which takes longer
+            # Graphs may gain too little to be taken, and LayerNorm's blocks may run uncompiled, which takes longer.
             step_s = max(step_s, self.predict(searched).step_s)
             if step_s > self.limit_s or step_s >= self.below_s:
                 return
@@ -288,7 +288,7 @@ class _Search:
 
 def fullest_rank(estimator: Estimator, layout: Layout, room: float = float("inf")) -> RankMemory:
     """Return the pipeline rank with the highest peak, or one likely to have it that already exceeds `room`."""
-    # a rank that is over `room` answers the question, so the likeliest are counted first
+    # A rank that is over `room` answers the question, so the likeliest are counted first.
     telling = estimator.likely_fullest(layout)
     if layout.pp > 1 and room < float("inf"):
         bounds = _fullest(estimator.memory(layout, telling, exact=False))
@@ -307,7 +307,7 @@ def _fullest(memory: Iterable[RankMemory]) -> RankMemory:
 
 def nearest(estimator: Estimator, plan: Plan, fixed: Fixed) -> Layout:
     """Return the layout with the lowest peak. Raises IllegalLayout if none is legal."""
-    # a running number breaks ties, since bounds and regions have no order
+    # A running number breaks ties, since bounds and regions have no order.
     numbers = count()
     waiting: list[tuple[float, int, CellBounds, RegionFamily | Region]] = [
         (bounds.family_bytes(family), next(numbers), bounds, family)
@@ -323,7 +323,7 @@ def nearest(estimator: Estimator, plan: Plan, fixed: Fixed) -> Layout:
             continue
         for split in bounds.splits:
             layout = first.layout(*split, base=plan.layout)
-            # ranks beyond the best peak so far need no exact count
+            # Ranks beyond the best peak so far need no exact count.
             peak = fullest_rank(estimator, layout, best[0] if best else float("inf")).total_bytes
             if best is None or peak < best[0]:
                 best = peak, layout
@@ -335,7 +335,7 @@ def nearest(estimator: Estimator, plan: Plan, fixed: Fixed) -> Layout:
 def ranking_key(prediction: Prediction) -> tuple[float, int, float, int]:
     """Return the sort key: time, then number of techniques, peak and ZeRO stage, each ascending."""
     layout = prediction.plan.layout
-    # seven digits, so that the order of sums does not decide between equal layouts
+    # Seven digits, so that the order of sums does not decide between equal layouts.
     return float(f"{prediction.step_s:.7g}"), techniques(layout), float(f"{prediction.peak_bytes:.7g}"), layout.zero
 
 

@@ -57,9 +57,9 @@ def fewest_layers(estimator: Estimator, layout: Layout, room: float, none_bytes:
     if least_bytes > room:
         return None
     if none_bytes <= room:
-        # all layers are written as 0 (% most), so that equal layouts compare equal
+        # All layers are written as 0 (% most), so that equal layouts compare equal.
         return replace(layout, recompute_layers=1 % most)
-    # each peak costs a played schedule; the first guess is mostly right or next to it
+    # Each peak costs a played schedule; the first guess is mostly right or next to it.
     guess = ceil(most * (none_bytes - room) / (none_bytes - least_bytes))
     too_few, enough = 0, most
     while enough - too_few > 1:
@@ -81,7 +81,7 @@ def cheapest_recompute(estimator: Estimator, layout: Layout, room: float) -> Lay
     if not refined:
         return None
     best_s, best = _fastest(estimator, refined)
-    # a plan with a number of layers is fragile: it must gain something over recomputing all
+    # A plan with a number of layers is fragile: it must gain something over recomputing all.
     whole_s, whole = _fastest(estimator, (replace(layout, recompute_layers=0) for layout in refined))
     return best if whole_s > (1 + WORTH) * best_s else whole
 
@@ -130,10 +130,10 @@ def recommend(estimator: Estimator, plan: Plan, ranking: Ranking, fixed: Fixed |
     if ranking.legal < 2 or not ranking.best:
         return ranking
     share = estimator.largest_share
-    # the listed ones are the fastest: a safe layout may be slower than all of them
+    # The listed ones are the fastest: a safe layout may be slower than all of them.
     if all(map(is_bold, ranking.best)):
         ranking.best += search(estimator, plan, fixed=fixed, listed=1, share=share).best
-    # the user's own choice of recomputation is not refined
+    # The user's own choice of recomputation is not refined.
     if not {"recompute", "recompute_layers"} & (fixed or {}).keys():
         ranking.best = refine(estimator, ranking.best, share * usable_bytes(plan))
     safest = next((prediction for prediction in ranking.best if not is_bold(prediction)), ranking.best[0])
@@ -175,7 +175,7 @@ def rank_candidates(estimator: Estimator, plan: Plan, fixed: Fixed) -> Ranking:
         candidate = replace(plan, layout=layout)
         broken = candidate.violations()
         if broken:
-            # of several illegal layouts the one that breaks fewest rules says best what is wrong
+            # Of several illegal layouts the one that breaks fewest rules says best what is wrong.
             if fewest_broken is None or len(broken) < len(fewest_broken):
                 fewest_broken = broken
             continue
@@ -189,7 +189,7 @@ def rank_candidates(estimator: Estimator, plan: Plan, fixed: Fixed) -> Ranking:
         none = f"no layout of {plan.cluster.devices} devices has all of these degrees: leave some of them open"
         raise IllegalLayout((fewest_broken or [none])[0])
     ranking.too_large = ranking.legal - len(ranking.best)
-    # the search's order: fastest first
+    # The search's order: fastest first.
     ranking.best.sort(key=lambda prediction: prediction.step_s)
     del ranking.best[20:]
     return ranking
@@ -300,7 +300,7 @@ def _without_axis(layout: Layout, axis: str) -> Layout:
 
 def _with_batch(layout: Layout, plan: Plan) -> Layout:
     """Return the layout with the largest micro-batch up to its own that divides each rank's share of the batch."""
-    # a ramp has several batches, and a micro-batch must divide the share of each
+    # A ramp has several batches, and a micro-batch must divide the share of each.
     per_rank = gcd(*batches(plan.recipe)) // layout.dp
     micro = min(layout.micro_batch or per_rank, max(1, per_rank))
     while micro > 1 and per_rank % micro:
@@ -326,7 +326,7 @@ def _single_changes(estimator: Estimator, plan: Plan) -> Iterator[LayoutChange]:
     layout = plan.layout
     candidates: list[Layout] = []
     none_bytes = fullest_rank(estimator, replace(layout, recompute="none", recompute_layers=0)).total_bytes
-    # only policies that recompute more than the present one, each on as few layers as fit
+    # Only policies that recompute more than the present one, each on as few layers as fit.
     for recompute in layout.policies[max(1, layout.policies.index(layout.recompute)) :]:
         partial = fewest_layers(estimator, replace(layout, recompute=recompute), usable_bytes(plan), none_bytes)
         if partial is not None and partial != layout:
@@ -365,7 +365,7 @@ def longest_sequence(estimator: Estimator, plan: Plan) -> tuple[int, LayoutChang
     Returns the longest sequence that fits and the first that does not. The latter is None if it is not legal.
     """
     sequence, fits = plan.recipe.sequence, plan.recipe.sequence
-    # an end for layouts whose memory hardly grows with the sequence
+    # An end for layouts whose memory hardly grows with the sequence.
     while sequence < 2**24:
         sequence *= 2
         longer = replace(plan, recipe=replace(plan.recipe, sequence=sequence))

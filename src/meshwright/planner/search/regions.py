@@ -58,7 +58,7 @@ class Region(NamedTuple):
         number of layers that recompute, and manual stages if their number matches.
         """
         cell, base = self.cell, base or DEFAULT
-        # stages by hand fit only pipelines with as many
+        # Stages by hand fit only pipelines with as many.
         by_hand = cell.pp > 1 and len(base.stages) == cell.pp * self.vp
         values = _fields(base) | dict(  # dataclasses.replace takes twice as long
             dp_replicate=dp_replicate or cell.dp,
@@ -149,7 +149,7 @@ def batches(recipe: Recipe) -> tuple[int, ...]:
 
 def cells(plan: Plan, devices: int, fixed: Fixed) -> Iterator[Cell]:
     """Yield all legal degrees on this number of devices."""
-    # dp must divide every batch of a ramp
+    # `dp` must divide every batch of a ramp.
     shape, batch = plan.model, gcd(*batches(plan.recipe))
     for tp, sp, cp in _inside(plan, devices, fixed):
         for pp in allowed(fixed, "pp", divisors(devices // (tp * cp))):
@@ -182,7 +182,7 @@ def micro_batches(plan: Plan, cell: Cell, fixed: Fixed) -> tuple[int, ...]:
     A size beyond a rank's share means the whole share (spec/layout/layout.py).
     """
     sizes = {batch // cell.dp for batch in batches(plan.recipe)}
-    # larger sizes mean the whole share of a small batch, so divisors of any share are candidates
+    # Larger sizes mean the whole share of a small batch, so divisors of any share are candidates.
     divisors_of_shares = {d for size in sizes for d in divisors(size)}
     legal = [d for d in sorted(divisors_of_shares) if all(size % min(d, size) == 0 for size in sizes)]
     if plan.recipe.noise_scale_every:  # it compares the micro-batches of a step
@@ -229,7 +229,7 @@ def _legal_pipelines(plan: Plan, cell: Cell, micro_batch: int, fixed: Fixed) -> 
     shape, pp = plan.model, cell.pp
     if pp == 1:
         return (("1f1b", 1),) if allowed(fixed, "vp", (1,)) and allowed(fixed, "schedule", ("1f1b",)) else ()
-    # a V puts both ends on one rank, whose tied matrix data parallelism cannot share
+    # A V puts both ends on one rank, whose tied matrix data parallelism cannot share.
     tied_ends = shape.tied and cell.dp * cell.cp > 1
     times = _times(plan, cell, micro_batch)
     if not {"schedule", "vp"} & fixed.keys():

@@ -29,7 +29,7 @@ class Load:
 
     def lengths(self, number: int) -> tuple[float, float]:
         """Return the tokens of prompt and answer of one request: evenly spread, without chance."""
-        # fractions of multiples of irrational numbers fill an interval evenly, however many are taken
+        # Fractions of multiples of irrational numbers fill an interval evenly, however many are taken.
         first, second = (number * 0.6180339887) % 1.0, (number * 0.7548776662 + 0.5) % 1.0
         answer = max(2.0, self.output_tokens * (1 - self.spread * second))
         return self.input_tokens * (1 - self.spread * first), answer
@@ -100,9 +100,9 @@ class _Loop:
             started = self.now
             if not self._read():
                 self._decode()
-            # an engine that plans ahead saw only requests sent before the running step began
+            # An engine that plans ahead saw only requests sent before the running step began.
             self.planned = started if self.rules.ahead else self.now
-        # the first wave meets an empty engine, so it counts with its share of all waves only
+        # The first wave meets an empty engine, so it counts with its share of all waves only.
         first = sorted(self.done)[: self.places]
         later = sorted(self.done)[self.places :] or first
         share = 1 / self.load.waves

@@ -152,7 +152,7 @@ def _ranks(deployment: Deployment, part: Parameter) -> float:
     if "tp" not in part.axes:
         return 1
     letter = part.dims[part.axes.index("tp")]
-    # with more ranks than key heads, several ranks hold the same head
+    # With more ranks than key heads, several ranks hold the same head.
     return min(degrees.tp, shape.kv_heads) if letter == "K" else degrees.tp
 
 

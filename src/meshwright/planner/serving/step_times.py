@@ -66,7 +66,7 @@ def layers_s(deployment: Deployment, kernels: KernelTimes, tokens: float) -> flo
     if shape.moe:
         total += shape.routed_layers * mixture_s(deployment, kernels, tokens)
     reduced = kernels.all_reduce(tokens * shape.hidden * ACTIVATION, tp)
-    # attention of every layer and the MLP of dense ones are summed over tp; mixture_s sums experts
+    # Attention of every layer and the MLP of dense ones are summed over tp; mixture_s sums experts.
     total += (shape.layers + dense) * reduced
     return total + shape.layers * small_s(deployment, kernels, tokens)
 
@@ -86,7 +86,7 @@ def projections_s(deployment: Deployment, kernels: KernelTimes, tokens: float) -
     total = kernels.product(tokens, hidden, latent.q_rank + latent.kv_rank + latent.rope_dim, number_format)
     if latent.q_rank:
         total += kernels.product(tokens, latent.q_rank, heads * shape.head_dim, number_format)
-    # absorbed form: queries go into the latent space and outputs come back, head by head
+    # Absorbed form: queries go into the latent space and outputs come back, head by head.
     total += kernels.product(tokens, latent.nope_dim, latent.kv_rank, BF16, heads)
     total += kernels.product(tokens, latent.kv_rank, latent.v_dim, BF16, heads)
     return total + kernels.product(tokens, heads * latent.v_dim, hidden, number_format)
@@ -128,7 +128,7 @@ def mixture_s(deployment: Deployment, kernels: KernelTimes, tokens: float) -> fl
     moe = shape.moe
     assert moe is not None
     total = kernels.product(tokens, shape.hidden, moe.experts, BF16)
-    # ranks that attend to sequences of their own share the experts, which see the tokens of all
+    # Ranks that attend to sequences of their own share the experts, which see the tokens of all.
     everyone = tokens * degrees.attention_dp
     total += kernels.experts(
         everyone, shape.hidden, moe.ffn, moe.top_k, moe.experts, degrees.expert_tp, degrees.expert_ep,
@@ -140,7 +140,7 @@ def mixture_s(deployment: Deployment, kernels: KernelTimes, tokens: float) -> fl
     if degrees.attention_dp == 1:
         return total + kernels.all_reduce(size, degrees.tp)
     ranks = degrees.gpus
-    # a token travels to a rank once, however many of its experts are there
+    # A token travels to a rank once, however many of its experts are there.
     copies = min(moe.top_k, degrees.expert_ep) if degrees.expert_ep > 1 else ranks
     return total + kernels.exchanged(size * copies / 2, ranks) + kernels.exchanged(size * copies, ranks)
 
@@ -186,7 +186,7 @@ class StepTimes:
         if batch:
             kernels += self.core_s(batch, context)
         shape = self.deployment.model.shape
-        # short prompts are bound by the host, which launches every kernel
+        # Short prompts are bound by the host, which launches every kernel.
         launched = shape.layers * self.deployment.framework.launched_us * (LATENT if shape.mla else 1.0) / 1e6
         beside = shape.layers * self.deployment.framework.prompt_layer_us / 1e6
         return max(kernels / self.deployment.framework.share, launched) + beside + self._host(batch)
@@ -200,7 +200,7 @@ class StepTimes:
         core = self.core_s(batch, context) * (1 + 0.1 * drafted)
         if drafted:
             each = self.on_grid(self._layers, batch, self._linear) + self.core_s(batch, context)
-            # a drafted token takes one layer and the head
+            # A drafted token takes one layer and the head.
             each = each / self.deployment.model.shape.layers + self.on_grid(self._heads, batch, self._logits)
             linear += drafted * each
         return (linear + logits + core) / self.deployment.framework.share + self._host(batch)
@@ -216,7 +216,7 @@ class StepTimes:
 
     def chunk_s(self, tokens: float, start: float) -> float:
         """Return the time of attention of a chunk in all layers, `start` tokens into its prompt."""
-        # in tens, since a simulation asks for thousands of lengths that differ by a few tokens
+        # In tens, since a simulation asks for thousands of lengths that differ by a few tokens.
         key = round(tokens, -1), round(start, -1)
         seconds = self._chunks.get(key)
         if seconds is None:
@@ -249,7 +249,7 @@ class StepTimes:
 
     def core_s(self, batch: float, context: float) -> float:
         """Return the time of attention of decoding in all layers."""
-        # counted at powers of two only: each point takes the kernels of all layers
+        # Counted at powers of two only: each point takes the kernels of all layers.
         low = 2.0 ** int(log2(max(context, 16.0)))
         share = max(context, 16.0) / low - 1
         left = self._at(batch, low)
@@ -266,7 +266,7 @@ class StepTimes:
         for group in deployment.model.groups:
             seen = min(context, group.window or context, deployment.model.selected or context)
             if group.state_elements:
-                # a state is read and written in fp32, 8 bytes an element
+                # A state is read and written in fp32, 8 bytes an element.
                 each = self.kernels.moved(8.0 * batch * group.state_elements / tp) + 5e-6
             elif shape.mla:
                 each = self.kernels.latent_decode(batch, seen, heads, shape.mla, deployment.cache_width)
@@ -283,7 +283,7 @@ class StepTimes:
             return count(GRID[-1]) * tokens / GRID[-1]
         high = GRID[index]
         low = GRID[index - 1] if high > tokens and index else high
-        # counted on first use, as most simulations touch few points
+        # Counted on first use, as most simulations touch few points.
         for point in (low, high):
             if point not in known:
                 known[point] = count(point)

@@ -54,7 +54,7 @@ class Estimator:
     def __post_init__(self) -> None:
         """Take over what is read most from the costs."""
         for name in ("shape", "recipe", "stack", "speeds", "links"):
-            # the dataclass is frozen, and a property for each would cost time in a search
+            # The dataclass is frozen, and a property for each would cost time in a search.
             object.__setattr__(self, name, getattr(self.costs, name))
 
     def on_nodes(self, nodes: int) -> "Estimator":
@@ -104,7 +104,7 @@ class Estimator:
         m, terms = layout.micro_batches(recipe.global_batch), costs.pass_terms(layout)
         shared_s, update_s, muon_s = Sharing(), 0.0, 0.0
         ranks = costs.ranks(layout)
-        # ranks of one kind cost the same, so one of each kind is counted
+        # Ranks of one kind cost the same, so one of each kind is counted.
         for rank in {kind: rank for rank, kind in enumerate(ranks)}.values():
             count = costs.held(layout, rank)
             state = self.states(layout, count, m)
@@ -119,7 +119,7 @@ class Estimator:
             muon_s, shared_links(layout, self.links), costs.passes_s(layout, m, terms, send_s, exact=exact),
             costs.edges(layout), self.speeds.ranks_per_core,
         )  # fmt: skip
-        # a teacher's passes are not part of the schedule: they run in front of it
+        # A teacher's passes are not part of the schedule: they run in front of it.
         return step if costs.teacher is None else before_step(costs.teacher, step, layout, m)
 
     def _sharing(self, layout: Layout, contents: StageContents, state: States) -> Sharing:
@@ -131,10 +131,10 @@ class Estimator:
 
         The rank holds at least `layers` (dense, routed). Without a pipeline it holds all.
         """
-        # a middle rank holds neither embedding nor head, so with a pipeline the bound counts neither
+        # A middle rank holds neither embedding nor head, so with a pipeline the bound counts neither.
         ends = layout.pp == 1
         shared, update_s = [], []
-        # the cheapest choice of equally many layers keeps this a lower bound
+        # The cheapest choice of equally many layers keeps this a lower bound.
         for alike in self.costs.layers_alike(*layers):
             count = self.costs.counted(layout, alike, ends)
             state = self.states(layout, count, m)
@@ -163,7 +163,7 @@ class Estimator:
 
     def memory(self, layout: Layout, ranks: Iterable[int], *, exact: bool = True) -> tuple[RankMemory, ...]:
         """Return the memory of these pipeline ranks in the largest steps of the recipe."""
-        # a ramp's largest batch has the most micro-batches in flight
+        # A ramp's largest batch has the most micro-batches in flight.
         if self.recipe.batch_ramp:
             return self._largest.memory(layout, ranks, exact=exact)
         costs, recipe, teacher = self.costs, self.recipe, self.costs.teacher
@@ -179,7 +179,7 @@ class Estimator:
             state = self.states(layout, count, m)
             if teacher is not None:
                 for kinds in (state.step, state.update):
-                    # a ZeRO-3 teacher in a pipeline keeps shards and is gathered only for its own passes
+                    # A ZeRO-3 teacher in a pipeline keeps shards and is gathered only for its own passes.
                     kind = "shards" if layout.zero == 3 and layout.pp > 1 else "parameters"
                     kinds[kind] += held_bytes(teacher, layout, rank)
             if recipe.noise_scale_every:  # each micro-batch's gradients exist beside the sum of earlier ones

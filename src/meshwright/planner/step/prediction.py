@@ -146,11 +146,11 @@ def executions(
     run_steps = run_steps or (0 if plan.recipe.epochs else plan.recipe.steps)
     uncompiled = uncompiled_because(plan)
     ways = list(_ways(plan, measure, compiles=not uncompiled))
-    # the best is sought among what likely fits, else what just fits, else what needs least
+    # The best is sought among what likely fits, else what just fits, else what needs least.
     limits = share * room_bytes, room_bytes, min(way.peak_bytes for way in ways)
     fitting = next(fit for limit in limits if (fit := [way for way in ways if way.peak_bytes <= limit]))
     best, *later = fitting
-    # start-up is paid once, and graphs must gain more than GRAPHS_GAIN to be worth it
+    # Start-up is paid once, and graphs must gain more than GRAPHS_GAIN to be worth it.
     for way in later:
         lost_s = (way.start_s - best.start_s) / run_steps if run_steps else 0.0
         lost_s += GRAPHS_GAIN * best.time.total_s if way.captured and not best.captured else 0.0
@@ -361,11 +361,11 @@ class Range(NamedTuple):
     """None of the rows behind it is of this software."""
 
     def scale(self, value: float) -> tuple[float, float]:
-        """Return (low, high) of a figure that grows with the prediction."""
+        """Return the range (low, high) of a figure proportional to the prediction."""
         return value * self.low, value * self.high
 
     def scale_inverse(self, value: float) -> tuple[float, float]:
-        """Return (low, high) of a figure that shrinks as the prediction grows, such as a rate."""
+        """Return the range (low, high) of a figure inversely proportional to the prediction, such as a rate."""
         return value / self.high, value / self.low
 
 

@@ -87,7 +87,7 @@ class SharedCosts:
         """
         if not self.may_sum_products or layout.kernels == "reference":
             return False
-        # reduced at once, or a step's only gradients: there is no sum to add to
+        # Reduced at once, or a step's only gradients: there is no sum to add to.
         if layout.pp == 1 and (layout.zero >= 2 or (m == 1 and not layout.zero and layout.cuda_graphs != "on")):
             return False
         if layout.compile != "off" and not layout.splits_every_backward and self._can_compile:
@@ -102,7 +102,7 @@ class SharedCosts:
     def launched_stack(self, layout: Layout) -> Stack:
         """Return the stack as a layout's code is launched."""
         compiles = layout.compile != "off" and self._can_compile
-        # Triton kernels fuse what eager code stores, so their layouts count as compiled code does
+        # Triton kernels fuse what eager code stores, so their layouts count as compiled code does.
         fused = self.gpu and self.device.runs_triton and layout.kernels not in ("eager", "reference")
         stack = self.stack if compiles or fused else eager(self.stack)
         if stack.is_meshwright and not self.device.is_gpu:
@@ -159,10 +159,10 @@ class SharedCosts:
         kind_costs = []
         for first, *rest in kinds:
             cost = by_policy[layout.recompute].stage(first)
-            # the layers that do not recompute come last in the stage
+            # The layers that do not recompute come last in the stage.
             cost = cost.followed_by(by_policy["none"].stage(rest[0])) if rest else cost
             if layout.offload != "off":
-                # the stage's last block stays on the device, and so does a pipeline's received input
+                # The stage's last block stays on the device, and so does a pipeline's received input.
                 end, layers = (first, *rest)[-1], by_policy["none" if rest else layout.recompute]
                 last = layers.routed if end.routed else layers.windowed if end.windowed else layers.dense
                 received = 0.0 if first.first else local.between_bytes
@@ -172,7 +172,7 @@ class SharedCosts:
             kind_costs.append(with_rounded_weights(cost, local, policies))
         stages = [kind_costs[number] for number in kind_numbers]
         if terms.taught is not None:
-            # the loss needs both logits, so the teacher's head runs on the last stage
+            # The loss needs both logits, so the teacher's head runs on the last stage.
             stages[-1] = stages[-1].plus(terms.taught)
         return stages
 
@@ -194,7 +194,7 @@ class SharedCosts:
 
     def passes_s(self, layout: Layout, m: int, terms: PassTerms, send_s: float, *, exact: bool) -> float:
         """Return the seconds of all passes of a step of `m` micro-batches."""
-        # without a pipeline the closed form is exact
+        # Without a pipeline the closed form is exact.
         rule = self._played_s if exact and layout.pp > 1 else self._least_s
         return rule(layout, m, terms, send_s)
 
@@ -259,7 +259,7 @@ class SharedCosts:
         A stage of which only the first layers recompute consists of two kinds: those, and the others.
         """
         split = self.split(layout)
-        # most stages are alike: each kind is counted once
+        # Most stages are alike: each kind is counted once.
         kinds: dict[tuple[StageKind, ...], int] = {}
         kind_numbers = []
         for s, layers in enumerate(split):
@@ -291,7 +291,7 @@ class SharedCosts:
     def ranks(self, layout: Layout) -> list[RankKind]:
         """Return the kind of each pipeline rank."""
         split, shape = self.split(layout), self.shape
-        # two kinds of attention hold different parameters, so equal numbers of layers do not make equal ranks
+        # Two kinds of attention hold different parameters, so equal numbers of layers do not make equal ranks.
         mixed = bool(shape.unbuilt and shape.unbuilt.linear)
         routed = [sum(map(shape.is_moe_layer, layers)) if shape.moe else 0 for layers in split]
         return [
@@ -329,7 +329,7 @@ class SharedCosts:
     def _held(self, layout: Layout, kind: RankKind) -> ElementCounts:
         dense, routed, first, last, mixed_layers = kind
         kinds = self._by_kind
-        # layers of a kind hold equally much, so ranks with equal numbers share one count
+        # Layers of a kind hold equally much, so ranks with equal numbers share one count.
         layers = mixed_layers or sorted(kinds[False][:dense] + kinds[True][len(kinds[True]) - routed :])
         return counts(self.shape, layout, layers, first=first, last=last, storage=self.recipe.storage)
 
@@ -383,7 +383,7 @@ class SharedCosts:
                 )
             )
         )  # fmt: skip
-        # a tied matrix is in both counts: it is one unit
+        # A tied matrix is in both counts: it is one unit.
         ends = last if tied else first + last
         return Edges(first / whole, last / whole) if self.stack.ends_apart else Edges(0.0, ends / whole)
 
@@ -426,7 +426,7 @@ def before_step(teacher: SharedCosts, time: StepTime, layout: Layout, micro_batc
     if layout.pp == 1:
         return time
     forward_layout = teacher_layout(layout, teacher.shape)
-    # the first micro-batch fills the pipeline; each later one adds the slowest rank's time
+    # The first micro-batch fills the pipeline; each later one adds the slowest rank's time.
     forward = [stage.forward_s for stage in _stages(teacher, forward_layout)]
     busiest = max(
         sum(forward[stage] for stage in own_stages(forward_layout, rank)) for rank in range(forward_layout.pp)
@@ -475,7 +475,7 @@ def with_states(teacher: SharedCosts, memory: RankMemory, layout: Layout, rank: 
         if stages[-1] == forward_layout.pp * forward_layout.vp - 1
         else 0.0
     )
-    # at the optimizer step no hidden states wait any more
+    # At the optimizer step no hidden states wait any more.
     if memory.when not in AFTER_PASSES:
         memory = replace(memory, kinds={**memory.kinds, "activations": memory.kinds["activations"] + waits})
     before = {
@@ -490,7 +490,7 @@ def with_states(teacher: SharedCosts, memory: RankMemory, layout: Layout, rank: 
         held = teacher.held(forward_layout, rank)
         before["parameters"] = float(held.gathered * _width(teacher) + held.codes)
         before["buffers"] = float(2 * block * _width(teacher))
-    # the teacher's passes run before the student's: the two peaks never coincide
+    # The teacher's passes run before the student's: the two peaks never coincide.
     if sum(before.values()) > memory.total_bytes:
         return replace(memory, kinds=before, when="teacher's forward passes")
     return memory

@@ -67,7 +67,7 @@ def traffic(plan: Plan, pp_rank: int = 0, stack: Stack = MESHWRIGHT) -> tuple[Se
     sent: Counter[tuple[str, str]] = Counter()
     for axis, collective, times, each_bytes in _all_calls(plan, pp_rank, stack):
         calls[axis, collective] += times
-        # each call sends whole bytes, so rounding comes before the multiplication
+        # Each call sends whole bytes, so rounding comes before the multiplication.
         sent[axis, collective] += times * int(each_bytes)
     return tuple(SentCalls(*key, calls[key], sent[key]) for key in sorted(calls) if calls[key])
 
@@ -77,7 +77,7 @@ def exchange_calls(exchange: Exchange, ranks: int) -> tuple[int, float]:
     times = round(exchange.times)
     if exchange.collective == "ring":
         return times * (ranks - 1), exchange.size_bytes / ranks
-    # a ring sums in two rounds: a reduce-scatter, then an all-gather
+    # A ring sums in two rounds: a reduce-scatter, then an all-gather.
     rounds = 2 if exchange.collective == "all-reduce" else 1
     return times, rounds * exchange.size_bytes * (ranks - 1) / ranks
 
@@ -94,9 +94,9 @@ def _all_calls(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     m = layout.micro_batches(recipe.global_batch)
     stages, split = own_stages(layout, pp_rank), layers_of_stages(shape.layers, layout)
     contents = StageContents.from_stages(stages, split)
-    # gradients travel in the width of their sum, whatever the width they were computed in
+    # Gradients travel in the width of their sum, whatever the width they were computed in.
     summed = 4.0 if recipe.reduce_dtype == "fp32" else width.gradient
-    # the first layers of each stage recompute, and repeat their exchanges
+    # The first layers of each stage recompute, and repeat their exchanges.
     recomputed = {n for stage in stages for n in split[stage][: layout.recomputed(len(split[stage]))]}
     yield from _block_calls(local, layout, m, contents, recomputed)
     yield from _border_calls(local, layout, m, stages, len(split))
@@ -138,7 +138,7 @@ def sharing(shape: ModelShape, layout: Layout, held: StageContents, links: Links
         summed: Bytes of a gradient as it travels.
         lump: A collective takes everything at once, not unit by unit.
     """
-    # a pipeline gathers once and reduces once; seen as one micro-batch these are the seconds of each
+    # A pipeline gathers once and reduces once; seen as one micro-batch these are the seconds of each.
     calls = (
         _shard_calls(layout, 1, False, _units(shape, layout, held), word, summed, shares_codes(layout))
         if layout.zero
@@ -148,9 +148,9 @@ def sharing(shape: ModelShape, layout: Layout, held: StageContents, links: Links
     sizes: dict[tuple[str, str], float] = {}
     for axis, collective, times, sent in calls:
         if collective == "all_gather":
-            # ZeRO-3 gathers twice per pass; the timeline needs the seconds of one
+            # ZeRO-3 gathers twice per pass; the timeline needs the seconds of one.
             times = max(1, times // 2) if layout.zero == 3 else times
-        # a ring's sum sends everything twice
+        # A ring's sum sends everything twice.
         size = sent / (2 if collective == "all_reduce" else 1)
         if lump:
             sizes[axis, collective] = sizes.get((axis, collective), 0.0) + times * size
@@ -165,8 +165,8 @@ def _part(axis: str, collective: str) -> str:
     return "copies" if axis == "replicate" else "gather" if collective == "all_gather" else "reduce"
 
 
-def _seconds(layout: Layout, links: Links, axis: str, collective: str, sent: float) -> float:
-    """Return the seconds of one call whose rounds each send `sent` bytes."""
+def _seconds(layout: Layout, links: Links, axis: str, collective: str, round_bytes: float) -> float:
+    """Return the seconds of one call whose rounds each send `round_bytes`."""
     holders = _holders(layout)
     ranks, stride = {
         "shard": (layout.dp_shard * layout.cp, layout.tp),
@@ -175,8 +175,8 @@ def _seconds(layout: Layout, links: Links, axis: str, collective: str, sent: flo
         "expert_data": (layout.dp_replicate * holders, layout.ep),
         "replicate": ranks_of(layout, "dp_replicate"),
     }[axis]
-    # calls count what a rank sends, n - 1 of n parts; Links takes the whole tensor
-    return links.seconds(collective.replace("_", "-"), sent * ranks / (ranks - 1), ranks, stride)
+    # A rank sends (n - 1) / n of the tensor in a round; Links takes the size of the whole tensor.
+    return links.seconds(collective.replace("_", "-"), round_bytes * ranks / (ranks - 1), ranks, stride)
 
 
 def _block_calls(local: LocalShape, layout: Layout, m: int, held: StageContents, recomputed: Collection[int]) -> Calls:
@@ -184,7 +184,7 @@ def _block_calls(local: LocalShape, layout: Layout, m: int, held: StageContents,
     layers, first, last = held
     frozen = local.shape.lora is not None
     policy = layout.acting_recompute if local.stack.drops_scores_alone else layout.recompute
-    # layers of a kind with the same policy make the same calls; frozen first layers send no gradient
+    # Layers of a kind with the same policy make the same calls; frozen first layers send no gradient.
     kinds = Counter(
         (local.shape.is_moe_layer(n), policy if n in recomputed else "none", frozen and n == 0) for n in layers
     )
@@ -224,7 +224,7 @@ def _border_calls(local: LocalShape, layout: Layout, m: int, rank_stages: tuple[
     holders = stage_rank(layout.schedule, layout.pp, layout.vp)
     for stage in rank_stages:
         for other in (stage + 1, stage - 1):
-            # the two stages at the tip of a V lie on one rank, which sends itself nothing
+            # The two stages at the tip of a V lie on one rank, which sends itself nothing.
             if 0 <= other < stages and holders[other] != holders[stage]:
                 yield "pp", "send", m, local.between_bytes
 
@@ -262,7 +262,7 @@ def _units(shape: ModelShape, layout: Layout, held: StageContents) -> Iterator[S
     """
     apart, (front, behind) = layout.ep > 1, _ends(shape, layout, held)
     units = list(_blocks(shape, layout, held.layers))
-    # experts after the last layer (multi-token predictors) are cut over fewer ranks
+    # Experts after the last layer (multi-token predictors) are cut over fewer ranks.
     units.append(ShardingUnit(tuple(size for size in behind if apart and size[1]), spread=True))
     behind = tuple(size for size in behind if not (apart and size[1]))
     ends = (
@@ -304,11 +304,11 @@ def _holders(layout: Layout) -> int:
 def _replica_calls(shape: ModelShape, layout: Layout, held: StageContents, summed: float) -> Calls:
     """Yield the buckets of norm with head, blocks and embedding, in the order of the backward pass."""
     local, (front, behind) = pieces(shape, layout.tp, layout.ep), _ends(shape, layout, held)
-    # gradients become ready from the last layer to the first, which decides what shares a bucket
+    # Gradients become ready from the last layer to the first, which decides what shares a bucket.
     kinds = [*map(layer_kinds(shape).__getitem__, reversed(held.layers))]
     parts = {"behind": behind, "front": front, **{kind: getattr(local, kind) for kind in set(kinds)}}
     for spread, axis in ((False, "data"), (True, "expert_data")):
-        # experts have fewer replicas, so they fill buckets of their own
+        # Experts have fewer replicas, so they fill buckets of their own.
         n = layout.dp_replicate * (_holders(layout) if spread else layout.dp_shard * layout.cp)
         if n == 1 or (spread and layout.ep == 1):
             continue
@@ -337,7 +337,7 @@ def _shard_calls(
         share = _numel(learned, n)
         whole = share if len(learned) == len(unit.sizes) else _numel(unit.sizes, n)
         shard_bytes = whole * word + (_code_bytes(unit.sizes, n) if coded else 0)
-        # again in the backward pass, except a unit that stays whole, and once a step under a pipeline
+        # Again in the backward pass, except a unit that stays whole, and once a step under a pipeline.
         gathers = each * (1 if unit.stays_whole or pipelined else 2) if layout.zero == 3 else 1
         if n > 1 and shard_bytes:
             yield axis, "all_gather", unit.times * gathers, (n - 1) * shard_bytes

@@ -79,7 +79,7 @@ def _in_order(name: str, ranks: int, micro_batches: int, virtual: int) -> tuple[
 
 def pipeline_s(layout: Layout, micro_batches: int, stages: Sequence[Timed], send_s: float) -> float:
     """Return the seconds of all passes of a step."""
-    # from the steady state on, each further micro-batch adds the work of the busiest rank
+    # From the steady state on, each further micro-batch adds the work of the busiest rank.
     few = short(layout.schedule, layout.pp, micro_batches, layout.vp)
     _, ends = play(_in_order(layout.schedule, layout.pp, few, layout.vp), stages, send_s)
     return max(ends) + (micro_batches - few) * max(busy_s(layout, stages))
@@ -106,25 +106,25 @@ def step_time(
         ranks_per_core: Above 1, ranks take turns. While one waits the others use its turns, until the cores are busy.
     """
     m = micro_batches
-    # the busiest rank sets the pace; what it waits for is the bubble
+    # The busiest rank sets the pace; what it waits for is the bubble.
     busiest = max(range(len(per_rank)), key=per_rank.__getitem__)
     costs = [stages[s] for s in own_stages(layout, busiest)]
     exchange, offload = m * sum(cost.exchange_s for cost in costs), m * sum(cost.offload_s for cost in costs)
     busy = m * per_rank[busiest]
     bubble_s = passes_s - busy if layout.pp > 1 else 0.0
-    # a waiting rank gives its core to others, so sharing cores costs less than its full factor
+    # A waiting rank gives its core to others, so sharing cores costs less than its full factor.
     if ranks_per_core > 1 and layout.pp > 1:
         bubble_s = max((busy + bubble_s) / ranks_per_core, m * sum(per_rank) / len(per_rank)) - busy
-    # reductions hide behind backward computation that leaves the same links free
+    # Reductions hide behind backward computation that leaves the same links free.
     behind = stack.hides_gradients * max(0.0, sum(cost.backward_s - shared * cost.exchange_s for cost in costs))
     if stack.is_meshwright and layout.pp > 1:
-        # gradients of a pipeline are complete only with its last micro-batch: few passes are left then
+        # Gradients of a pipeline are complete only with its last micro-batch: few passes are left then.
         behind *= 1 - _after_passes(
             layout.schedule, layout.pp, short(layout.schedule, layout.pp, m, layout.vp), layout.vp
         )
     weights, gradients = _data_parallel(layout, stack, m, costs, sharing, behind, edges)
     whole_s = _data_parallel_s(layout, m, sharing, edges)
-    # what is hidden is not free: kernels beside it run slower
+    # What is hidden is not free: kernels beside it run slower.
     slowed = stack.contention * max(0.0, whole_s - weights - gradients)
     return StepTime(
         compute_s=busy - exchange - offload + slowed,
@@ -148,7 +148,7 @@ def least_s(name: str, ranks: int, virtual: int, micro_batches: int, stages: Seq
     """
     split, m = name in SPLIT, micro_batches
     ahead_s = behind_s = 0.0
-    # one micro-batch through all stages and back
+    # One micro-batch through all stages and back.
     longest_s = sum([cost.forward_s + cost.input_s + (0.0 if split else cost.weight_s) for cost in stages])
     borders = 2 * (ranks - 1) if name in V_PLACED else ranks * virtual - 1  # both ends of a V lie on one rank
     longest_s += 2 * borders * send_s
@@ -197,16 +197,16 @@ def _data_parallel(
     reduce_s, gather_s, copies_s = sharing
     final_s = reduce_s + copies_s
     forward = stack.hides_weights * sum(cost.forward_s for cost in costs)
-    # each micro-batch gathers twice; the first gather and the last reduction have nothing to hide behind
+    # Each micro-batch gathers twice; the first gather and the last reduction have nothing to hide behind.
     if layout.zero == 3 and layout.pp == 1:
         backward = stack.hides_weights * sum(cost.backward_s for cost in costs)
         share = edges.first or 1 / 50
-        # the backward pass gathers everything again but the unit that stayed whole
+        # The backward pass gathers everything again but the unit that stayed whole.
         again_s = gather_s * (1 - edges.stays_whole)
         weights = m * max(share * gather_s, gather_s - forward)
         weights += (m - 1) * max(0.0, again_s + reduce_s - backward) + max(0.0, again_s + final_s - backward)
         return weights, share * final_s
-    # the first unit's gradients are ready last, so their reduction is always exposed
+    # The first unit's gradients are ready last, so their reduction is always exposed.
     share = (edges.first or 1 / 20) if stack.hides_gradients else 1.0
     times = m if layout.zero == 2 and layout.pp == 1 else 1
     gradients = (times - 1) * max(share * reduce_s, reduce_s - behind) + max(share * final_s, final_s - behind)
@@ -242,13 +242,13 @@ def unhidden(layout: Layout, stack: Stack, m: int, sharing: Sharing, update_s: f
 
     A rank is busy for at most the duration of the passes, so those of one micro-batch hide at most an m-th of it.
     """
-    # two extremes: passes that hide all they can, and no passes at all
+    # Two extremes: passes that hide all they can, and no passes at all.
     always_s = sum(_data_parallel(layout, stack, m, UNLIMITED, sharing, UNLIMITED[0].backward_s, edges))
     alone_s = sum(_data_parallel(layout, stack, m, [], sharing, 0.0, edges))
     beside = stack.contention  # hidden communication slows the passes by this share
     also_s = beside * _data_parallel_s(layout, m, sharing, edges) + update_s
     hiding = m if layout.zero >= 2 and layout.pp == 1 else 1
-    # a hidden second still slows the passes by `beside`, so hiding it saves less than a second
+    # A hidden second still slows the passes by `beside`, so hiding it saves less than a second.
     return Unhidden((1 - beside) * always_s + also_s, (1 - beside) * alone_s + also_s, (1 - beside) * hiding)
 
 
@@ -269,6 +269,6 @@ def shared_links(layout: Layout, links: Links) -> float:
     """Return `shared` of step_time: reductions wait for exchanges if both use the same links."""
     ranks, stride = layout.dp * layout.cp, layout.tp
     inside, _ = links.span(ranks, stride)
-    # tensor parallelism beyond a node uses the network, as reductions do
+    # Tensor parallelism beyond a node uses the network, as reductions do.
     across = layout.tp > links.per_node
     return BACKWARD_EXCHANGES if ranks > 1 and (inside > 1 or across) else 0.0

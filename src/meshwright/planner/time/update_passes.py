@@ -63,7 +63,7 @@ def update_passes(
     if not stack.is_meshwright or measured:
         return (UpdatePass("", NORM_BYTES + GRADIENT_BYTES + weights, 2.0),)
     norm = UpdatePass("half" if at_once else "norm", gradient_bytes)
-    # one kernel per format of moments; torch's AdamW serves fp32 ones
+    # One kernel per format of moments; torch's AdamW serves fp32 ones.
     if storage.moments == "int8":
         return norm, UpdatePass("narrow", NARROW_BYTES)
     if storage.narrow or at_once:
@@ -222,7 +222,7 @@ def moved(shape: ModelShape, layout: Layout, routed: bool) -> Moved:
 
 def layer_matrices(shape: ModelShape, precision: str, speeds: Speeds) -> LayerMatrices:
     """Return the seconds of a shape's matrices at a device's speeds."""
-    # routed and dense layers differ in matrices, layers of a kind do not
+    # Routed and dense layers differ in matrices, layers of a kind do not.
     width = WORK_BYTES[precision]
     each = {
         routed: [(matrix, _matrix_s(matrix, speeds, width)) for matrix in _layer_matrices(shape, routed)]
@@ -312,7 +312,7 @@ class MatrixCosts:
         times = max(1.0, moved.owned / self._whole(moved)) if moved.owned else 0.0
         for size in (moved.gathered, moved.scattered):
             if ranks > 1 and times:
-                # Links takes the whole tensor, of which a rank sends all but its own part
+                # Links takes the whole tensor, of which a rank sends all but its own part.
                 each = size / times * w * ranks / (ranks - 1)
                 sent_s += times * self.links.seconds("all-to-all", each, ranks)
         copied = 4 * w * moved.owned + moved.updated * (DIRECTION_BYTES + 3 * w)
