@@ -181,7 +181,7 @@ class Bench:
         for package, name in OPTIONAL.items():
             if find_spec(package) is None:
                 yield f"{name}: `{package}` is not installed"
-        missing = chooser.unavailable(self.device)
+        missing = chooser.why_unavailable(self.device)
         if missing:
             yield f"Triton's kernels: {missing}"
         if self.skip:

@@ -12,8 +12,8 @@ from meshwright.kernels.attention.paged import (
     RowsCall,
     attend_paged,
     attend_rows,
-    turn_and_keep,
-    turn_and_keep_reference,
+    rotate_and_store,
+    rotate_and_store_reference,
 )
 from meshwright.kernels.triton.logit_rows import likeliest
 
@@ -95,9 +95,9 @@ def turned_and_kept(
     def run(q: Tensor, k: Tensor, v: Tensor, prefer: str) -> tuple[Tensor, Tensor, Tensor]:
         q, k = q.clone(), k.clone()
         if prefer == "triton":
-            turn_and_keep(q, k, v, cos, sin, slots, keys, values, interleaved=False, norms=None)
+            rotate_and_store(q, k, v, cos, sin, slots, keys, values, interleaved=False, norms=None)
         else:
-            turn_and_keep_reference(q, k, v, cos, sin, slots, keys, values, interleaved=False, norms=None)
+            rotate_and_store_reference(q, k, v, cos, sin, slots, keys, values, interleaved=False, norms=None)
         return q, keys.codes[:, 0], values.codes[:, 0]
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,9 +109,9 @@ def turned_and_kept(
     return Case(
         operation="rotation and write into the cache", size=f"{rows} rows, {heads}/{key_heads} heads of {width}",
         dtype=dtype, leaves=(Leaf((rows, heads, width)), *(Leaf((rows, key_heads, width)),) * 2), exact=plain,
-        eager=plain, ours=implementations("turn_and_keep", run, device, dtype),
-        chosen=taken("turn_and_keep", device, dtype), counts={"forward": Count(moved)}, kinds=(ROWS,) * 3, learns=False,
-        compiles=False,
+        eager=plain, ours=implementations("rotate_and_store", run, device, dtype),
+        chosen=taken("rotate_and_store", device, dtype), counts={"forward": Count(moved)}, kinds=(ROWS,) * 3,
+        learns=False, compiles=False,
     )  # fmt: skip
 
 

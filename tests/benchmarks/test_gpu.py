@@ -244,7 +244,7 @@ def test_every_kernel_of_ours_has_an_entry() -> None:
         "layer_norm": "layer norm", "gelu": "gelu", "attention": "causal", "narrow_adamw": "int8 update",
         "restore": "restored", "packed_product": "int4 linear", "int8_product": "int8 linear",
         "paged_attention": "paged rows", "adamw": "fp32 update", "square_sums": "gradient norm",
-        "turn_and_keep": "turned and kept", "likeliest": "likeliest token", "narrow": "weight gradient fp8",
+        "rotate_and_store": "turned and kept", "likeliest": "likeliest token", "narrow": "weight gradient fp8",
     }  # fmt: skip
     assert set(builders) == set(RULES)
     others = "bf16 update", "weight gradient fp8", "grouped fp8", "nf4 linear", "fp8 linear"

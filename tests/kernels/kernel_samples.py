@@ -259,7 +259,7 @@ def kept_rows(codes: torch.dtype = BF16, *, norms: bool, interleaved: bool = Fal
     tables = (empty(5, HEAD // 2, dtype=FP32) for _ in range(2))
     normed = paged.HeadNorms(empty(HEAD), empty(HEAD), EPS) if norms else None
     slots = empty(5, dtype=INT64)
-    launch = partial(paged.turn_and_keep, q, k, v, *tables, slots, *stores, interleaved=interleaved, norms=normed)
+    launch = partial(paged.rotate_and_store, q, k, v, *tables, slots, *stores, interleaved=interleaved, norms=normed)
     return Row(launch)
 
 

@@ -279,7 +279,7 @@ def test_a_run_says_which_library_attends_and_why(monkeypatch: pytest.MonkeyPatc
         model=presets.model("llama-3.1-8b"), layout=Layout(),
         recipe=Recipe(sequence=4096, precision="bf16", document_mask=False),
     )  # fmt: skip
-    monkeypatch.setattr(device.chooser, "unavailable", lambda device: "")
+    monkeypatch.setattr(device.chooser, "why_unavailable", lambda device: "")
     monkeypatch.setattr(gpu_attention, "problem", lambda *about: "")
     monkeypatch.setattr(gpu_attention, "installed", lambda device: ALL)
 

@@ -81,7 +81,7 @@ def test_every_operation_with_a_rule_is_chosen_by_reason() -> None:
 def test_an_installed_package_is_no_driver() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert chooser.unavailable(torch.device("cuda", 0)) == "no CUDA device"
+    assert chooser.why_unavailable(torch.device("cuda", 0)) == "no CUDA device"
     assert "driver" in chooser._driver_problem()
 
 

@@ -42,7 +42,7 @@ LLAMA = shrink("llama-3.1-8b")
 @pytest.fixture
 def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss multiplies all rows: that a target is ignored decides no size."""
-    monkeypatch.setattr(cross_entropy, "counted_rows", lambda valid, vocabulary: None)
+    monkeypatch.setattr(cross_entropy, "multiplied_rows", lambda valid, vocabulary: None)
 
 
 def engine_of(
@@ -152,7 +152,7 @@ def test_compiled_passes_are_repeated_as_well(
 
 def on_two_ranks(precision: str) -> list[tuple[list[list[float]], dict[str, Tensor]]]:
     """On one rank: what was trained without graphs and with."""
-    cross_entropy.counted_rows = lambda valid, vocabulary: None
+    cross_entropy.multiplied_rows = lambda valid, vocabulary: None
     layout, recipe = Layout(dp_replicate=2, compile="off"), Recipe(global_batch=8, sequence=24, precision=precision)  # type: ignore[arg-type]  # one of its words
     mesh = make_mesh(layout)
     plain, apart = (engine_of(LLAMA, layout, precision, mesh=mesh) for _ in range(2))

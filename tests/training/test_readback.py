@@ -40,7 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda number: None)
     monkeypatch.setattr("meshwright.training.plot.loss_plot", lambda records, path, **options: None)
     # Which rows nobody scores a CPU may ask, and no other device is asked.
-    monkeypatch.setattr("meshwright.kernels.loss.cross_entropy.counted_rows", lambda valid, vocabulary: None)
+    monkeypatch.setattr("meshwright.kernels.loss.cross_entropy.multiplied_rows", lambda valid, vocabulary: None)
 
 
 class Functions(TorchFunctionMode):

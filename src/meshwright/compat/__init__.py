@@ -31,7 +31,7 @@ from meshwright.compat.attention import flash_attention as flash_attention
 from meshwright.compat.attention import flash_attention_backward as flash_attention_backward
 from meshwright.compat.attention import has_flash_attention as has_flash_attention
 from meshwright.compat.attention import pin_flash_attention as pin_flash_attention
-from meshwright.compat.attention import takes_flash as takes_flash
+from meshwright.compat.attention import supports_flash as supports_flash
 from meshwright.compat.attention import varlen_attention as varlen_attention
 from meshwright.compat.attention import varlen_attention_backward as varlen_attention_backward
 from meshwright.compat.attention import varlen_attn as varlen_attn
@@ -123,8 +123,8 @@ def is_hooked(module: torch.nn.Module) -> bool:
 def softmax_backward(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the gradient of a softmax over the last dim, weights * (gradient - sum(gradient * weights)).
 
-    `weights` is the output of the softmax. The fused operation that autograd calls has no public name. Without it,
-    three more passes are needed.
+    `weights` is the output of the softmax. The fused operation that autograd calls has no public name. The
+    formula itself takes three more passes over memory.
     """
     fused = getattr(torch.ops.aten, "_softmax_backward_data", None)
     if fused is None:

@@ -141,7 +141,7 @@ def has_flash_attention(device: str) -> bool:
     return hasattr(torch.ops.aten, name) and hasattr(torch.ops.aten, f"{name}_backward")
 
 
-def takes_flash(q: Tensor, v: Tensor) -> bool:
+def supports_flash(q: Tensor, v: Tensor) -> bool:
     """Return whether a GPU's flash kernel, which takes no masks, supports these dtypes and head widths."""
     return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] <= 256
 
@@ -161,7 +161,7 @@ def cuda_attention(
     torch would choose by the device that fake tensors report. Raises AssertionError where torch would store the S x T
     weights: unequal heads that its flash kernel does not support.
     """
-    if attn_mask is None and takes_flash(q, v):
+    if attn_mask is None and supports_flash(q, v):
         outputs = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)
         out: Tensor = outputs[0]
         return out
@@ -275,7 +275,7 @@ function that returns four or five since 4.0.0b20. The functions below use the a
 
 
 def flash_4_version() -> str:
-    """Return the version of the installed package, or an empty string."""
+    """Return the version of the installed flash-attn-4, or an empty string."""
     try:
         return metadata.version("flash-attn-4")
     except metadata.PackageNotFoundError:

@@ -86,7 +86,7 @@ RULES = {
     "layer_norm": Rule(False, "torch's own is one kernel a pass already"),
     "gelu": Rule(False, "torch's own is one kernel a pass already"),
     "paged_attention": Rule(True, "rows read blocks where they lie, a run of keys each"),
-    "turn_and_keep": Rule(True, "norms, rotation and the write into the cache in one kernel"),
+    "rotate_and_store": Rule(True, "norms, rotation and the write into the cache in one kernel"),
     "likeliest": Rule(True, "a token and its log-probability in one pass, for one copy to the host"),
     "attention": Rule(False, "torch's flash kernel is faster"),
 }
@@ -133,7 +133,7 @@ def _choose(operation: str, device: torch.device, dtype: torch.dtype, prefer: st
     rule = RULES[operation]
     if prefer == "eager":
         return Implementation(operation, "torch", "layout.kernels=eager")
-    missing = unavailable(device)
+    missing = why_unavailable(device)
     if missing:
         return Implementation(operation, "torch", missing)
     if dtype not in rule.dtypes:
@@ -153,8 +153,8 @@ def _choose(operation: str, device: torch.device, dtype: torch.dtype, prefer: st
 
 
 @cache
-def unavailable(device: torch.device) -> str:
-    """Return why no Triton kernel can run on a device. Empty = one can."""
+def why_unavailable(device: torch.device) -> str:
+    """Return why no Triton kernel can run on a device, or an empty string."""
     if device.type == "cpu":
         return "" if _is_interpreting() else "a CPU"
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -163,7 +163,7 @@ def unavailable(device: torch.device) -> str:
         return "the kernels are not tested on AMD"
     if torch.cuda.get_device_capability(device) < LEAST:
         return f"{architecture(device)} is below sm_{LEAST[0]}{LEAST[1]}"
-    # Triton compiles its launchers with a C compiler, at the first launch of each kernel.
+    # Checked in advance: Triton needs a C compiler only at the first launch, in the middle of a run.
     tool = torch_compile.compile_tool_missing("cuda")
     return f"{tool} is missing" if tool else _driver_problem()
 

@@ -329,13 +329,13 @@ class Predictions:
         """
         return self._at_head(lambda x, weight: TeacherHead(x.detach(), weight.detach()))
 
-    def top(self, number: int, temperature: float, shared: int = 0) -> KnownTop:
-        """Return the likeliest next tokens (B, S, K) at a temperature.
+    def top(self, top_k: int, temperature: float, shared: int = 0) -> KnownTop:
+        """Return the `top_k` likeliest next tokens (B, S, K) at a temperature.
 
         Log-probabilities are (B, S, K + 1): those of the K tokens, and that of all others together.
         """
         kernel = self.model.seams.top or self.model.kernels.linear_top
-        use = partial(kernel, number=number, temperature=temperature)
+        use = partial(kernel, top_k=top_k, temperature=temperature)
         parts = self._at_head(lambda x, weight: use(x, weight[: shared or None]))
         return KnownTop(*(part.view(*self._x.shape[:2], -1) for part in parts))
 

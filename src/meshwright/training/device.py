@@ -152,7 +152,7 @@ def kernel_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
 def attention_notes(plan: Plan, device: torch.device) -> list[str]:
     """Return which library computes 16-bit attention on a GPU, and why."""
     layout, dtype = plan.layout, DTYPES[plan.recipe.precision]
-    if chooser.unavailable(device) == "no CUDA device" or dtype not in chooser.NARROW:
+    if chooser.why_unavailable(device) == "no CUDA device" or dtype not in chooser.NARROW:
         return []
     if layout.cp > 1:
         return [f"attention: {layout.context} of flash parts (context parallelism)"]

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from meshwright.kernels.attention.paged import PagedStore, turn_and_keep, turn_and_keep_reference
+from meshwright.kernels.attention.paged import PagedStore, rotate_and_store, rotate_and_store_reference
 from meshwright.kernels.triton import paged
 from meshwright.spec.plan.execution import CacheForm
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
@@ -37,9 +37,9 @@ def test_rows_as_the_reference_has_them(form: CacheForm, seed: int) -> None:
     wide = x.double().split(parts, 1)
     inputs = (angle.cos(), angle.sin(), slots)
     wide_norms = None if norms is None else (norms[0].double(), norms[1].double(), norms[2])
-    turn_and_keep_reference(*wide[:3], *inputs, *wide_stores, interleaved=interleaved, norms=wide_norms)
+    rotate_and_store_reference(*wide[:3], *inputs, *wide_stores, interleaved=interleaved, norms=wide_norms)
     narrow = x.clone().split(parts, 1)
-    assert turn_and_keep(*narrow[:3], *inputs, *stores, interleaved=interleaved, norms=norms)
+    assert rotate_and_store(*narrow[:3], *inputs, *stores, interleaved=interleaved, norms=norms)
     assert torch.equal(narrow[2], x[:, heads + key_heads : -1]) and torch.equal(narrow[3], x[:, -1:])
     most = 2e-6 if dtype == torch.float32 else 8e-3
     for actual, right in zip(narrow[:2], wide[:2], strict=True):
@@ -62,7 +62,7 @@ def test_codes_are_those_of_the_plain_code(form: CacheForm) -> None:
     slots = torch.arange(4)
     still = torch.ones(4, 8), torch.zeros(4, 8)
     q, k = x.clone(), x.clone()
-    assert turn_and_keep(q, k, x, *still, slots, *stores, interleaved=False, norms=None)
+    assert rotate_and_store(q, k, x, *still, slots, *stores, interleaved=False, norms=None)
     plain[0].write(slots, x)
     for store in stores:
         assert all(torch.equal(a, b) for a, b in zip(store.tensors, plain[0].tensors, strict=True))
@@ -72,5 +72,5 @@ def test_what_the_kernel_does_not_take() -> None:
     x = torch.randn(2, 8, 2).transpose(1, 2)
     store = PagedStore((1, 4, 2, 8), x, "model")
     tables = torch.ones(2, 4), torch.zeros(2, 4)
-    assert not turn_and_keep(x, x, x, *tables, torch.arange(2), store, store, interleaved=False, norms=None)
+    assert not rotate_and_store(x, x, x, *tables, torch.arange(2), store, store, interleaved=False, norms=None)
     assert not store.codes.any() and paged.is_taken(x.contiguous()) and paged.BlockStore(store.codes, None)

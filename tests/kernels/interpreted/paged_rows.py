@@ -122,7 +122,7 @@ def test_an_engine_answers_by_it(name: str, form: CacheForm) -> None:
     engine = ServingEngine(actual, EngineOptions(**sizes, cache_dtype=form))
     options = EngineOptions(**sizes, packed=False, cache_dtype=form)
     assert engine.attention.startswith("triton (interpreter, fp32: ")
-    assert all(layer.turns for layer in engine.cache.layers)
+    assert all(layer.fuses_rotation for layer in engine.cache.layers)
     prompts = [[3, 14, 15], [9, 2, 6, 5, 3] * 4]
     asked = [engine.add(prompt, RequestOptions(max_new_tokens=4)) for prompt in prompts]
     engine.run(asked)

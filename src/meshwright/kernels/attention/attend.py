@@ -315,7 +315,7 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropou
     allowed, _ = _sdpa_mask(q, k, mask)
     q, k, v, grouped = _sdpa_inputs(q, k, v, allowed)
     if simulated_kind() == "cuda":
-        return "flash" if allowed is None and compat.takes_flash(q, v) else "efficient"
+        return "flash" if allowed is None and compat.supports_flash(q, v) else "efficient"
     return compat.choose_attention(q, k, v, allowed, dropout=dropout, scale=scale, grouped=grouped)
 
 
@@ -338,9 +338,9 @@ def _sdpa_inputs(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> tup
     if needs_wide(q):
         q, k, v = q.float(), k.float(), v.float()
     grouped = q.shape[2] != k.shape[2]
-    if v.shape[-1] < q.shape[-1] and (device_kind(q) == "cpu" or (allowed is None and compat.takes_flash(q, q))):
+    if v.shape[-1] < q.shape[-1] and (device_kind(q) == "cpu" or (allowed is None and compat.supports_flash(q, q))):
         v = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
     # Only flash takes unequal heads on a GPU: for others torch would fall back to the S x T form.
-    if grouped and device_kind(q) == "cuda" and not (allowed is None and compat.takes_flash(q, v)):
+    if grouped and device_kind(q) == "cuda" and not (allowed is None and compat.supports_flash(q, v)):
         k, v, grouped = _expand(k, q.shape[2]), _expand(v, q.shape[2]), False
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), grouped

@@ -116,7 +116,7 @@ def encoded(numbers: Tensor, form: CacheForm) -> tuple[Tensor, Tensor]:
     return codes.to(torch.int8), scales
 
 
-def turn_and_keep_reference(
+def rotate_and_store_reference(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: PagedStore, values: PagedStore, *,
     interleaved: bool, norms: tuple[Tensor, Tensor, float] | None,
 ) -> None:  # fmt: skip
@@ -131,7 +131,7 @@ def turn_and_keep_reference(
     values.write(slots, v)
 
 
-def turn_and_keep(
+def rotate_and_store(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: PagedStore, values: PagedStore, *,
     interleaved: bool, norms: tuple[Tensor, Tensor, float] | None,
 ) -> bool:  # fmt: skip
@@ -141,7 +141,7 @@ def turn_and_keep(
     if not paged.is_taken(q, k, v) or keys.sizes[3] != q.shape[2] or not (values.sizes[3] == v.shape[2] == k.shape[2]):
         return False
     stores = (paged.BlockStore(store.codes, store.scales) for store in (keys, values))
-    paged.turn_and_keep(
+    paged.rotate_and_store(
         q, k, v, cos, sin, slots, *stores, interleaved=interleaved,
         norms=None if norms is None else paged.HeadNorms(*norms),
     )  # fmt: skip

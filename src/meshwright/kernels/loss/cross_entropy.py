@@ -215,7 +215,7 @@ def chunk_rows(rows: int, vocab: int, device: str) -> int:
     return max(1, min(rows, max(MIN_CHUNK_ROWS, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * vocab))))
 
 
-def counted_rows(valid: Tensor, vocabulary: Vocabulary | None) -> Tensor | None:
+def multiplied_rows(valid: Tensor, vocabulary: Vocabulary | None) -> Tensor | None:
     """Return the rows of a chunk that are multiplied, or None for all of them.
 
     Only a CPU leaves rows out: its host knows the numbers. The valid rows (R,) are included, and others up to a round
@@ -291,34 +291,37 @@ class _Chunks:
             chunk = slice(start, start + rows)
             targets, valid = self.targets[chunk], self.targets[chunk] != IGNORED
             row_factor = factor[chunk] if factor is not None and factor.dim() else factor
-            counted = counted_rows(valid, parts)
-            inputs = (self.x[chunk] if counted is None else self.x[chunk][counted]).to(dtype)
+            multiplied = multiplied_rows(valid, parts)
+            inputs = (self.x[chunk] if multiplied is None else self.x[chunk][multiplied]).to(dtype)
             logits = head.logits(inputs)
             kernel = _kernel(logits, in_triton, self.prefer)
             if kernel is None:
                 logits = logits.float()
-            make = self._chunk if kernel is None else partial(self._in_place, kernel)
-            if counted is None:
-                losses = make(logits, targets, valid, row_factor)
-                if parts is not None:  # no part of the head can tell by itself
+            compute_losses = self._chunk if kernel is None else partial(self._in_place, kernel)
+            if multiplied is None:
+                losses = compute_losses(logits, targets, valid, row_factor)
+                # A part alone cannot tell an invalid target from one of another part.
+                if parts is not None:
                     losses.masked_fill_(valid & ((targets < 0) | (targets >= parts.whole)), torch.nan)
             else:
-                row_factor = row_factor[counted] if row_factor is not None and row_factor.dim() else row_factor
-                counted_losses = make(logits, targets[counted], valid[counted], row_factor)
-                losses = counted_losses.new_zeros(len(valid)).index_copy_(0, counted, counted_losses)
+                row_factor = row_factor[multiplied] if row_factor is not None and row_factor.dim() else row_factor
+                multiplied_losses = compute_losses(logits, targets[multiplied], valid[multiplied], row_factor)
+                losses = multiplied_losses.new_zeros(len(valid)).index_copy_(0, multiplied, multiplied_losses)
             yield chunk, losses, valid
+            # compute_losses has overwritten the logits with their gradients.
             if self._wants_gradients:
                 logits = head.padded_gradients(logits, inputs.dtype)
             if self.x_gradient is not None:
                 gradient = head.input_gradient(logits)
-                if counted is None:
+                if multiplied is None:
                     self.x_gradient[chunk] = gradient
                 else:
-                    self.x_gradient[chunk].zero_().index_copy_(0, counted, gradient.to(self.x_gradient.dtype))
+                    self.x_gradient[chunk].zero_().index_copy_(0, multiplied, gradient.to(self.x_gradient.dtype))
                 del gradient
             if self.weight_gradient is not None:
                 head.add_gradient(self.weight_gradient, logits, inputs, first=not start)
-            del logits, inputs  # or a chunk would be in memory beside the next
+            # Otherwise this chunk stays in memory while the next is computed.
+            del logits, inputs
 
     def _chunk(self, logits: Tensor, targets: Tensor, valid: Tensor, factor: Tensor | None) -> Tensor:
         """Return the losses (R,) of a chunk.

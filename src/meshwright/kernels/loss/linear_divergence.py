@@ -33,7 +33,7 @@ from meshwright.kernels.loss.cross_entropy import (
     HeadMatrix,
     Vocabulary,
     chunk_rows,
-    counted_rows,
+    multiplied_rows,
     scaled_gradient,
 )
 from meshwright.spec.memory.held import takes
@@ -306,15 +306,15 @@ class _DivergenceChunks:
         for start in range(0, len(self.x), rows):
             chunk = slice(start, start + rows)
             valid = self.targets[chunk] != IGNORED
-            total += self._chunk(chunk, valid, counted_rows(valid, self.vocabulary), scale)
+            total += self._chunk(chunk, valid, multiplied_rows(valid, self.vocabulary), scale)
         return total
 
-    def _chunk(self, chunk: slice, valid: Tensor, counted: Tensor | None, scale: Tensor | None) -> Tensor:
+    def _chunk(self, chunk: slice, valid: Tensor, multiplied: Tensor | None, scale: Tensor | None) -> Tensor:
         def rows_of_chunk(tensor: Tensor) -> Tensor:
-            return tensor[chunk] if counted is None else tensor[chunk][counted]
+            return tensor[chunk] if multiplied is None else tensor[chunk][multiplied]
 
         inputs, targets = rows_of_chunk(self.x).to(product_dtype(self.weight)), rows_of_chunk(self.targets)
-        valid = valid if counted is None else valid[counted]
+        valid = valid if multiplied is None else valid[multiplied]
         by_row = RowDivergence(self.vocabulary, self.form)
         logits = self.head.logits(inputs).float()
         factor = valid.float() if scale is None else valid * scale.float()
@@ -329,17 +329,17 @@ class _DivergenceChunks:
             losses = by_row.losses_of_known(logits, KnownTop(*map(rows_of_chunk, self.teacher)), targets, factor)
         del logits
         if self.x_gradient is not None or self.weight_gradient is not None:
-            self._add_gradients(self.head.padded_gradients(losses.gradient, inputs.dtype), inputs, chunk, counted)
+            self._add_gradients(self.head.padded_gradients(losses.gradient, inputs.dtype), inputs, chunk, multiplied)
         return torch.stack([(part * valid).sum() for part in (losses.soft, losses.hard)])
 
-    def _add_gradients(self, logit_gradients: Tensor, inputs: Tensor, chunk: slice, counted: Tensor | None) -> None:
+    def _add_gradients(self, logit_gradients: Tensor, inputs: Tensor, chunk: slice, multiplied: Tensor | None) -> None:
         """Add a chunk to the gradients of x and weight, from the padded gradients of its logits."""
         if self.x_gradient is not None:
             gradient = self.head.input_gradient(logit_gradients).to(self.x_gradient.dtype)
-            if counted is None:
+            if multiplied is None:
                 self.x_gradient[chunk] = gradient
             else:
-                self.x_gradient[chunk].zero_().index_copy_(0, counted, gradient)
+                self.x_gradient[chunk].zero_().index_copy_(0, multiplied, gradient)
         if self.weight_gradient is not None:
             self.head.add_gradient(self.weight_gradient, logit_gradients, inputs, first=not chunk.start)
 
@@ -393,14 +393,14 @@ def linear_divergence(
 
 
 @takes("logits")
-def linear_top_reference(x: Tensor, weight: Tensor, number: int, temperature: float = 1.0) -> KnownTop:
-    """Return the `number` likeliest tokens of each row of softmax(x W^T / T), at most V.
+def linear_top_reference(x: Tensor, weight: Tensor, top_k: int, temperature: float = 1.0) -> KnownTop:
+    """Return the `top_k` likeliest tokens of each row of softmax(x W^T / T), at most V.
 
     Their ids (N, K) int64, and log-probabilities (N, K + 1) fp32 with that of all others together. x (N, D), weight (V,
     D).
     """
     logs = (F.linear(x, weight).float() / temperature).log_softmax(-1)
-    largest, ids = logs.topk(min(number, len(weight)))
+    largest, ids = logs.topk(min(top_k, len(weight)))
     rest = logs.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
     return KnownTop(ids, torch.cat((largest, rest), 1).clamp(min=LEAST_LOG))
 
@@ -408,29 +408,31 @@ def linear_top_reference(x: Tensor, weight: Tensor, number: int, temperature: fl
 @takes("logits")
 @torch.no_grad()
 def linear_top(
-    x: Tensor, weight: Tensor, number: int, temperature: float = 1.0, vocabulary: Vocabulary | None = None
+    x: Tensor, weight: Tensor, top_k: int, temperature: float = 1.0, vocabulary: Vocabulary | None = None
 ) -> KnownTop:
     """Compute as the reference does, chunk by chunk and without a gradient.
 
     With a vocabulary, `weight` is a part of the head, and every part gets the tokens of the whole vocabulary.
     """
-    most, head = vocabulary.most if vocabulary else len(weight), HeadMatrix.padded(weight, product_dtype(weight))
-    rows = chunk_rows(len(x), 2 * most, device_kind(x))
+    largest_part = vocabulary.most if vocabulary else len(weight)
+    head = HeadMatrix.padded(weight, product_dtype(weight))
+    # 2 x: the logits exist in the dtype of the product and in fp32 at once.
+    rows = chunk_rows(len(x), 2 * largest_part, device_kind(x))
     tops = []
     for start in range(0, len(x), rows):
-        part = x[start : start + rows].to(product_dtype(weight))
-        tops.append(_top_of_logits(head.logits(part).float().div_(temperature), number, vocabulary))
+        inputs = x[start : start + rows].to(product_dtype(weight))
+        tops.append(_top_of_logits(head.logits(inputs).float().div_(temperature), top_k, vocabulary))
     if not tops:
-        tops = [KnownTop(x.new_zeros((0, number), dtype=torch.int64), x.new_zeros((0, number + 1)).float())]
+        tops = [KnownTop(x.new_zeros((0, top_k), dtype=torch.int64), x.new_zeros((0, top_k + 1)).float())]
     return KnownTop(*(torch.cat(parts) for parts in zip(*tops, strict=True)))
 
 
-def _top_of_logits(logits: Tensor, number: int, parts: Vocabulary | None) -> KnownTop:
+def _top_of_logits(logits: Tensor, top_k: int, parts: Vocabulary | None) -> KnownTop:
     """Find the likeliest tokens of logits (R, V) fp32, which are overwritten. Parts need three reductions."""
     vocabulary = parts.whole if parts else logits.shape[1]
-    values, ids = logits.topk(min(number, logits.shape[1]))
+    values, ids = logits.topk(min(top_k, logits.shape[1]))
     if parts is not None:
-        values, ids = _gathered(values, ids, min(number, vocabulary), parts)
+        values, ids = _gathered(values, ids, min(top_k, vocabulary), parts)
     peak = values[:, :1]
     logits.sub_(peak).exp_()
     total = logits.sum(1)
@@ -445,15 +447,15 @@ def _top_of_logits(logits: Tensor, number: int, parts: Vocabulary | None) -> Kno
     return KnownTop(ids, logs.clamp(min=LEAST_LOG))
 
 
-def _gathered(values: Tensor, ids: Tensor, number: int, parts: Vocabulary) -> tuple[Tensor, Tensor]:
+def _gathered(values: Tensor, ids: Tensor, top_k: int, parts: Vocabulary) -> tuple[Tensor, Tensor]:
     """Return the largest values of all parts and their ids.
 
     Each part fills its columns of a table, which is summed. fp64 holds every id.
     """
-    table = values.new_zeros((2, len(values), parts.parts, number), dtype=torch.float64)
+    table = values.new_zeros((2, len(values), parts.parts, top_k), dtype=torch.float64)
     width = values.shape[1]
     table[0, :, parts.index].fill_(-torch.inf)
     table[0, :, parts.index, :width], table[1, :, parts.index, :width] = values.double(), (ids + parts.first).double()
     table = parts.total(table).flatten(2)
-    largest, columns = table[0].topk(number)
+    largest, columns = table[0].topk(top_k)
     return largest.float(), table[1].gather(1, columns).long()

@@ -8,10 +8,10 @@ runs of a row, in order.
 Runs begin at multiples of SPLIT whatever else is in the call, so a row's bits depend on its own sequence alone.
 Positions that a row does not see are not read, nor are blocks beyond its last.
 
-`turn_and_keep` norms and rotates queries and keys and writes keys and values into the cache, in one kernel. It replaces
-five: two norms, the rotation, and a write of keys and of values, each of which reads what the one before has written. A
-program takes one row and one key head, with the query heads that read it. Numbers are rounded where the single kernels
-round them, which gives the same bits.
+`rotate_and_store` norms and rotates queries and keys and writes keys and values into the cache, in one kernel. It
+replaces five: two norms, the rotation, and a write of keys and of values, each of which reads what the one before has
+written. A program takes one row and one key head, with the query heads that read it. Numbers are rounded where the
+single kernels round them, which gives the same bits.
 
 Letters: R or N rows, H query heads, K key heads, E width of a head, V of its values.
 """
@@ -29,7 +29,7 @@ from meshwright.spec.plan.execution import SPLIT
 
 WARPS, STAGES = 4, 2
 WRITE_WARPS = 2
-"""Warps of `turn_and_keep`."""
+"""Warps of `rotate_and_store`."""
 LEAST = 16
 """Rows of the smallest product of tensor cores."""
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -189,7 +189,7 @@ def attend_rows(
     paged_rows[(rows, key_heads, splits)](
         q, _codes(keys.codes), _codes(values.codes), *scales, positions.tables, positions.offsets, positions.last,
         parts, lse, rows, scale, window, *q.stride()[:2], keys.codes.shape[1], key_heads, head_width,
-        keys.codes.shape[3], values.codes.shape[3], width, GROUP=heads // key_heads, CODES=_form(keys),
+        keys.codes.shape[3], values.codes.shape[3], width, GROUP=heads // key_heads, CODES=_code_format(keys),
         PARTS=splits > 1, WIDE=wide_products(paged_rows, q), SPLIT=SPLIT, HEADS=max(LEAST,
         power_of_two(heads // key_heads)), KEYS=keys_at_once(head_width), BLOCK=block, num_warps=WARPS,
         num_stages=STAGES,
@@ -201,7 +201,7 @@ def attend_rows(
     return out
 
 
-def _form(store: BlockStore) -> int:
+def _code_format(store: BlockStore) -> int:
     return 0 if store.scales is None else 1 if store.codes.dtype == torch.int8 else 2
 
 
@@ -326,23 +326,23 @@ def keep_rows(
     _keep(first, second, values, value_scales, slot, width, at, other, inside, CODES)
 
 
-def turn_and_keep(
+def rotate_and_store(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: BlockStore, values: BlockStore, *,
     interleaved: bool, norms: HeadNorms | None,
 ) -> None:  # fmt: skip
-    """Rotate q (N, H, E) and k (N, K, E) in place, and write k and v (N, K, E) to slots (N,) of the stores.
+    """Norm (if `norms`) and rotate q (N, H, E) and k (N, K, E) in place, and write k and v to slots (N,) of the stores.
 
-    cos and sin (N, E / 2).
+    cos and sin are (N, E / 2).
     """
     (rows, heads, width), key_heads = q.shape, k.shape[1]
     group, half = heads // key_heads, width // 2
-    # Without norms any tensors do: the kernel reads none of them.
+    # Placeholders without norms: the kernel does not read them.
     weights = (q, k, 0.0) if norms is None else norms
     scales = [cos if store.scales is None else store.scales for store in (keys, values)]
     keep_rows[(rows, key_heads)](
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], cos, sin, cos.stride(0), slots, *weights,
         _codes(keys.codes), _codes(values.codes), *scales, group, key_heads, half, NORM=norms is not None,
-        STEP=2 if interleaved else 1, CODES=_form(keys), HEADS=power_of_two(group), BLOCK=power_of_two(half),
+        STEP=2 if interleaved else 1, CODES=_code_format(keys), HEADS=power_of_two(group), BLOCK=power_of_two(half),
         num_warps=WRITE_WARPS,
     )  # fmt: skip
 

@@ -182,7 +182,7 @@ def _stored_error(make: Callable[..., Tensor], form: str, normed: bool) -> float
     exact = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     plain = v.double()
     norms = paged.HeadNorms(weights[0], weights[1], 1e-5) if normed else None
-    paged.turn_and_keep(q, k, v, turn.cos(), turn.sin(), slots, keys, values, interleaved=False, norms=norms)
+    paged.rotate_and_store(q, k, v, turn.cos(), turn.sin(), slots, keys, values, interleaved=False, norms=norms)
     errors = [_relative_error(x[:, :4], exact[:, :4])]
     for store, numbers in ((keys, exact[:, 4:]), (values, plain)):
         ours, theirs = _numbers(store)[slots], _plainly_rounded(numbers.to(x.dtype), form)
@@ -467,7 +467,7 @@ TRIALS: dict[str, Callable[[Made], float]] = {
     "paged_attention": attended,
     "adamw": _adamw,
     "square_sums": _squares,
-    "turn_and_keep": stored,
+    "rotate_and_store": stored,
     "likeliest": likeliest_token,
     "narrow_adamw": _narrow,
     "narrow": narrowed,

@@ -26,8 +26,8 @@ from meshwright.kernels.attention.paged import (
     attend_paged,
     attend_rows,
     prompt_kernel,
+    rotate_and_store,
     row_kernel,
-    turn_and_keep,
 )
 from meshwright.kernels.c.serving_library import Loops, takes
 from meshwright.kernels.chooser import uses_triton
@@ -186,9 +186,9 @@ class PagedLayer:
         self.keys = PagedStore((number, size, heads, width), like, form)
         self.values = PagedStore((number, size, heads, values), like, form) if values else self.keys
         self.places: StepPlaces | None = None
-        self.turns = False
+        self.fuses_rotation = False
         """True when `turn` has a kernel here."""
-        self._is_stored = False  # what `turn` of this pass has kept already
+        self._is_stored = False  # whether `turn` has already stored k and v in this pass
         self._copies: dict[int, list[Tensor]] = {}  # by T: keys and values (room, T, K, width)
 
     @property
@@ -199,12 +199,12 @@ class PagedLayer:
     def turn(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, norms: Norms | None
     ) -> bool:  # fmt: skip
-        """Turn and store keys and values in one kernel on a GPU. Return False where none was launched."""
-        if not self.turns:
+        """Norm and rotate q and k, and store k and v, in one kernel on a GPU. Return False if the caller must do so."""
+        if not self.fuses_rotation:
             return False
         assert self.places is not None
         arguments = q[0], k[0], v[0], cos.flatten(0, 2), sin.flatten(0, 2), self.places.slots
-        self._is_stored = turn_and_keep(*arguments, self.keys, self.values, interleaved=interleaved, norms=norms)
+        self._is_stored = rotate_and_store(*arguments, self.keys, self.values, interleaved=interleaved, norms=norms)
         return self._is_stored
 
     def attend(
@@ -322,7 +322,9 @@ class PagedCache:
         prompts = prompt_kernel(weight, first.keys.sizes[3], first.values.sizes[3], group)
         self.attention += f"; of prompts: {prompts}" if prompts else ""
         for layer in self.layers:
-            layer.turns = not layer.low_rank and uses_triton("turn_and_keep", weight, prefer=model.kernels.prefer)
+            layer.fuses_rotation = not layer.low_rank and uses_triton(
+                "rotate_and_store", weight, prefer=model.kernels.prefer
+            )
         self.windows = sorted({layer.window for layer in self.layers})
         self.device = weight.device
         tensors = [tensor for layer in self.layers for tensor in layer.tensors]
