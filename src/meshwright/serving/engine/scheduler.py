@@ -238,7 +238,10 @@ class Scheduler:
         return taken
 
     def _admit(self, sequence: CachedSequence, budget: int, step: StepPlan) -> int:
-        """Return the number of tokens of a waiting sequence that the step computes. 0 = it keeps waiting."""
+        """Admit a waiting sequence, preempting those it outranks.
+
+        Returns how many of its tokens the step computes, or 0 if it keeps waiting.
+        """
         # Looking for a prefix hashes the prompt: not again while nothing has changed.
         situation = sequence, self.tables.pool.free, len(self.running)
         if self._refused == situation and not self._outranks(sequence):

@@ -152,7 +152,7 @@ class Guesser:
             sequence.guessed = len(guess)
 
     def trim_guesses(self, plan: StepPlan) -> dict[CachedSequence, int]:
-        """Drop guesses that the step does not compute, and return the number of the others by sequence."""
+        """Drop guesses that the step does not compute, and return {sequence: number of the rest}, without zeros."""
         counts = {}
         for sequence, count in plan.chunks.items():
             if sequence.guessed:

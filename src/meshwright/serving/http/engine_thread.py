@@ -136,7 +136,7 @@ class EngineThread:
         self._sent: dict[ServedAnswer, _SentAnswer] = {}
         self._requests: dict[int, _FollowedRequest] = {}
         self._waiting: list[_FollowedRequest] = []
-        self._figures, self._adapter_bytes, self._changed = EngineFigures(), 0, False
+        self._figures, self._adapter_bytes, self._adapters_changed = EngineFigures(), 0, False
         self._thread = threading.Thread(target=self._main, name="meshwright-engine", daemon=True)
 
     def start(self) -> None:
@@ -183,8 +183,8 @@ class EngineThread:
                 elif isinstance(command, CancelledAnswers):
                     self._cancel(engine, command, news)
                 else:
-                    # The bytes of adapters are counted again only after a change.
-                    self._changed = True
+                    # A change may have loaded or unloaded adapters, whose bytes are then counted again.
+                    self._adapters_changed = True
                     command(engine)
             if not engine.idle:
                 self._step(engine, news)
@@ -247,21 +247,21 @@ class EngineThread:
         grown = engine.step()
         if self._waiting:
             self._note_started(news)
-        sent, answers, tokens = self._sent, news.answers, news.tokens
+        sent_answers, answers, tokens = self._sent, news.answers, news.tokens
         for answer in grown:
-            known, ids = sent[answer], answer.ids
-            new = len(ids) - known.tokens
-            # One token is by far the most frequent case; it skips two slices.
+            sent, ids = sent_answers[answer], answer.ids
+            new = len(ids) - sent.tokens
+            # Usually one token: append without two temporary lists.
             if new == 1:
-                answers.append(known.number)
+                answers.append(sent.number)
                 tokens.append(ids[-1])
             else:
-                answers += [known.number] * new
-                tokens += ids[known.tokens :]
-            known.tokens += new
-            if not known.request.cached_sent and new:
-                self._note_cached(known.request, news)
-            if known.request.added.with_logprobs:
+                answers += [sent.number] * new
+                tokens += ids[sent.tokens :]
+            sent.tokens += new
+            if not sent.request.cached_sent and new:
+                self._note_cached(sent.request, news)
+            if sent.request.added.with_logprobs:
                 news.scored += range(len(tokens) - new, len(tokens))
                 news.logprobs += answer.logprobs[-new:] if new else ()
                 news.top += answer.top[-new:] if new else ()
@@ -295,13 +295,24 @@ class EngineThread:
     def _engine_figures(self, engine: ServingEngine) -> EngineFigures:
         tables, scheduler, guesses, adapters = engine.tables, engine.scheduler, engine.guesses, engine.adapters
         pool, host = tables.pool, tables.pool.host
-        if adapters.count != self._figures.adapters or self._changed:  # counting their bytes sums over all layers
-            self._adapter_bytes, self._changed = adapters.bytes, False
+        # Only after a change: the byte count is a sum over all layers.
+        if adapters.count != self._figures.adapters or self._adapters_changed:
+            self._adapter_bytes, self._adapters_changed = adapters.bytes, False
         return EngineFigures(
-            len(scheduler.running), len(self._waiting), pool.size, pool.free, adapters.count, self._adapter_bytes,
-            scheduler.preemptions, tables.asked, tables.hits, tables.host_hits, host.saved if host else 0,
-            guesses.guessed if guesses else 0, guesses.accepted if guesses else 0,
-        )  # fmt: skip
+            running=len(scheduler.running),
+            waiting=len(self._waiting),
+            blocks=pool.size,
+            free_blocks=pool.free,
+            adapters=adapters.count,
+            adapter_bytes=self._adapter_bytes,
+            preemptions=scheduler.preemptions,
+            queries=tables.asked,
+            hits=tables.hits,
+            host_hits=tables.host_hits,
+            host_saved=host.saved if host else 0,
+            guessed=guesses.guessed if guesses else 0,
+            accepted=guesses.accepted if guesses else 0,
+        )
 
 
 MOST_CONFIG_BYTES = 2**20
