@@ -65,7 +65,7 @@ def test_what_follows_a_prompt_keeps_its_first_space(name: str, tmp_path: Path) 
     for cut in range(2, len(ids)):
         before, whole = (theirs.decode(part, clean_up_tokenization_spaces=False) for part in (ids[:cut], ids))
         if "\ufffd" not in before:
-            assert ours.text_behind(ids[:cut], ids[cut:]) == whole[len(before) :]
+            assert ours.continuation_text(ids[:cut], ids[cut:]) == whole[len(before) :]
             assert before + "".join(map(ours.spell, ids[cut:])) == whole or "\ufffd" in map(ours.spell, ids[cut:])
     assert b"".join(map(ours.token_bytes, ids)).decode() == theirs.decode(ids) or name.startswith("Phi-3")
 

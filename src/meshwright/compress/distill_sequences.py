@@ -131,7 +131,7 @@ class Answerer:
     def _ended(self, prompt: Sequence[int], generation: "Generation") -> str:
         """Return the text of an answer that ended, or an empty string."""
         ended = bool(generation.ids) and generation.ids[-1] in self.stop_ids
-        return self.tokenizer.text_behind(prompt, generation.ids[:-1]) if ended else ""
+        return self.tokenizer.continuation_text(prompt, generation.ids[:-1]) if ended else ""
 
     def _answered(
         self, batch: Sequence[Question], how: AnswerSearch, before: int

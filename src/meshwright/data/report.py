@@ -135,15 +135,16 @@ def _source_notes(source: SourceReading, rows: NumberedRows, data: Data) -> Iter
 
 
 def note_plain_template(data: Data, corpus: Corpus) -> Iterator[str]:
-    """Yield a note if turns are written by the plain template, like those of a model without one."""
+    """Yield a note if the plain template writes the turns because the model has no chat template."""
     if data.form != SAMPLES or corpus.tokenizer.chat_template not in (DEFAULT, DEFAULT_WITHOUT_BOS):
         return
+    # Only roles beyond "other" make the template matter.
     if trained_roles(corpus.train) not in ((), ("other",)):
-        named = fitting_formats(corpus.tokenizer)
-        formats = f"data.template={named[0]} is a format whose tokens the vocabulary has, and " if named else ""
+        formats = fitting_formats(corpus.tokenizer)
+        suggestion = f"data.template={formats[0]} is a format whose tokens the vocabulary has, and " if formats else ""
         yield (
             "turns are written by the plain template: headings (### user) and an end-of-text token behind answers; "
-            f"{formats}data.template=FILE another, as the chat_template.jinja of a tuned model's folder"
+            f"{suggestion}data.template=FILE selects another, such as chat_template.jinja from a tuned model's folder"
         )
 
 

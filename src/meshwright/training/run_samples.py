@@ -134,21 +134,21 @@ class RunSamples:
             try:
                 if not is_replicated(self.plan.layout):
                     answers = self._answer_over_ranks(engine)
+                # All ranks hold the same weights: the others wait at the next collective.
                 elif engine.mesh.rank == 0:
                     prompts = [prompt.ids for prompt in self.prompts]
-                    # Other ranks hold the same weights, and wait at the next collective.
-                    most = self.plan.recipe.sample_tokens
-                    answers = greedy(engine.model, prompts, max_new_tokens=most, stop_ids=self.stop_ids)
-            # Non-finite weights end the run elsewhere, with a fuller message.
+                    max_new_tokens = self.plan.recipe.sample_tokens
+                    answers = greedy(engine.model, prompts, max_new_tokens=max_new_tokens, stop_ids=self.stop_ids)
             except RunError as error:
+                # Non-finite weights end the run elsewhere, with a fuller message.
                 problem = str(error)
         if engine.mesh.rank == 0:
-            decode, behind = self.tokenizer.decode, self.tokenizer.text_behind
+            decode, continuation_text = self.tokenizer.decode, self.tokenizer.continuation_text
             samples = [
                 {
                     "prompt": decode(prompt.ids),
-                    "text": behind(prompt.ids, answer),
-                    "held_out": behind(prompt.ids, prompt.answer),
+                    "text": continuation_text(prompt.ids, answer),
+                    "held_out": continuation_text(prompt.ids, prompt.answer),
                 }
                 for prompt, answer in zip(self.prompts, answers, strict=True)
             ]
@@ -213,7 +213,7 @@ class NextTokenLogits:
         self.logits: Tensor | None = None
 
     def count(self, batch: Batch) -> float:
-        """Return 0: nothing is divided."""
+        """Return 0, since there is no loss to average."""
         return 0.0
 
     def loss(self, predictions: Predictions, batch: Batch, scale: Tensor | None) -> Tensor:

@@ -77,7 +77,7 @@ def test_bytes_of_chats_are_known() -> None:
 
 @pytest.mark.parametrize("ids", [[262, 259, 270], [3 + 0xE6, 3 + 0x97, 3 + 0xA5]])
 def test_spelled_behind_others(ids: list[int]) -> None:
-    assert b"".join(map(TOKENIZER.token_bytes, ids)).decode() == TOKENIZER.text_behind([1, 260], ids)
+    assert b"".join(map(TOKENIZER.token_bytes, ids)).decode() == TOKENIZER.continuation_text([1, 260], ids)
 
 
 def test_special_tokens_are_left_out_of_texts_unless_they_are_wanted() -> None:
@@ -98,7 +98,7 @@ def test_special_tokens_are_left_out_of_texts_unless_they_are_wanted() -> None:
         text = choice["text"] if "text" in choice else choice["message"]["content"]
         special = [token for token in range(3) if not TOKENIZER._library.decode([token], skip_special_tokens=True)]
         spelled = [token for token in choice["token_ids"] if not (skipped and token in special)]
-        assert text == TOKENIZER.text_behind(choice["prompt_token_ids"], spelled)
+        assert text == TOKENIZER.continuation_text(choice["prompt_token_ids"], spelled)
         assert ("<s>" in text) is not skipped and 1 in special
         if "text" in choice:
             offsets = choice["logprobs"]["text_offset"]

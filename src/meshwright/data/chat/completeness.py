@@ -16,11 +16,11 @@ from meshwright.spec.plan.plan import ROLES
 
 _THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _INSIDE = re.compile(r"<think>(.*?)</think>", re.DOTALL)
-_SIGN: Final = f"mw{secrets.randbits(64):x}"
+_MARKER: Final = f"mw{secrets.randbits(64):x}"
 """Prefix of stand-ins for names: letters and digits, which no filter of a template changes."""
 _NUMBER: Final = (100_000_000 + secrets.randbelow(900_000_000)) * 10**6
 """Base of stand-ins for numbers, to which an index is added: 15 digits, which a float can hold."""
-_ANY_SIGN: Final = re.compile(rf"({_SIGN}[an]\d+e|{_NUMBER // 10**6}\d{{6}})")
+_ANY_MARKER: Final = re.compile(rf"({_MARKER}[an]\d+e|{_NUMBER // 10**6}\d{{6}})")
 _MOST_RENDERED: Final = 8
 """Most words of a conversation that are changed one by one."""
 _LOST_ARGUMENT: Final = (
@@ -109,62 +109,64 @@ def _list_thoughts(message: Message) -> list[str]:
 def _check_tools(messages: Sequence[Message], tools: Any, template: ChatTemplate) -> None:
     """Raise IncompleteRendering when a tool, a call, or a name or value of its arguments is missing, at any depth.
 
-    A tool may be called `get`, which stands in any text. So the conversation is rendered once more with signs in place
-    of these words. A word without a sign, such as `true`, is lost when another word in its place changes nothing. At
-    most _MOST_RENDERED + 3 renderings.
+    A tool may be called `get`, which stands in any text. So the conversation is rendered once more with markers in
+    place of these words. A word without a marker, such as `true`, is lost when another word in its place changes
+    nothing. At most _MOST_RENDERED + 3 renderings.
     """
     if not tools and not any(message.get("tool_calls") for message in messages):
         return
 
-    def render(signs: _Signs) -> str:
-        signed_tools = [signs.tool(tool) for tool in tools or ()]
-        signed = [signs.message(number, message) for number, message in enumerate(messages, start=1)]
-        return template.render(signed, signed_tools or None).text
+    def render(markers: _Markers) -> str:
+        marked_tools = [markers.tool(tool) for tool in tools or ()]
+        marked = [markers.message(number, message) for number, message in enumerate(messages, start=1)]
+        return template.render(marked, marked_tools or None).text
 
-    signs, text = _Signs(), ""
+    markers, text = _Markers(), ""
     with contextlib.suppress(DataError):  # a template that looks for an argument by its name finds none
-        text = render(signs)
-    rendered_words = {word.index for word in signs.words if word.sign and word.sign in text}
-    if not text or any(sign not in text for sign in (*signs.complaints, *signs.names)):
-        signs = _Signs(signs_names=False)
-        text = render(signs)
-    lost = next((complaint for sign, complaint in signs.complaints.items() if sign not in text), None)
+        text = render(markers)
+    rendered_words = {word.index for word in markers.words if word.marker and word.marker in text}
+    if not text or any(marker not in text for marker in (*markers.complaints, *markers.names)):
+        markers = _Markers(marks_names=False)
+        text = render(markers)
+    lost = next((complaint for marker, complaint in markers.complaints.items() if marker not in text), None)
     if lost is None:
-        lost = _find_lost([word for word in signs.words if word.index not in rendered_words], signs, text, render)
+        lost = _find_lost([word for word in markers.words if word.index not in rendered_words], markers, text, render)
     if lost is not None:
         raise IncompleteRendering(f"the chat template drops {lost}")
 
 
-def _find_lost(words: "Sequence[_Word]", signs: "_Signs", text: str, render: "Callable[[_Signs], str]") -> str | None:
+def _find_lost(
+    words: "Sequence[_Word]", markers: "_Markers", text: str, render: "Callable[[_Markers], str]"
+) -> str | None:
     """Return the complaint about the first of these words that may be missing, or None.
 
-    All words are changed at once. One that stands alone behind a sign is present when the text behind that sign
+    All words are changed at once. One that stands alone behind a marker is present when the text behind that marker
     changes. The others are changed one by one, the last first: a template that takes the first of a list drops those
     behind it.
     """
     if len(words) > 1:
         with contextlib.suppress(DataError):
-            changed = render(_Signs(signs_names=signs.signs_names, changed={word.index for word in words}))
-            before, behind = (_split_at_signs(version) for version in (text, changed))
-            preceding = [signs.behind(word, before) for word in words]
+            changed = render(_Markers(marks_names=markers.marks_names, changed={word.index for word in words}))
+            before, behind = (_split_at_markers(version) for version in (text, changed))
+            preceding = [markers.behind(word, before) for word in words]
             alone = Counter(preceding)
             words = [
-                word for word, sign in zip(words, preceding, strict=True)
-                if alone[sign] > 1 or before.get(sign) == behind.get(sign)
+                word for word, marker in zip(words, preceding, strict=True)
+                if alone[marker] > 1 or before.get(marker) == behind.get(marker)
             ]  # fmt: skip
     for word in list(reversed(words))[:_MOST_RENDERED]:
         with contextlib.suppress(DataError):
-            if render(_Signs(signs_names=signs.signs_names, changed=(word.index,))) == text:
+            if render(_Markers(marks_names=markers.marks_names, changed=(word.index,))) == text:
                 return word.complaint
     return None
 
 
-def _split_at_signs(text: str) -> dict[str, str]:
-    """Return {sign: text between it and the next sign}, joined over all its occurrences."""
-    parts = _ANY_SIGN.split(text)
+def _split_at_markers(text: str) -> dict[str, str]:
+    """Return {marker: text between it and the next marker}, joined over all its occurrences."""
+    parts = _ANY_MARKER.split(text)
     between: dict[str, str] = {}
-    for sign, part in zip(parts[1::2], parts[2::2], strict=True):
-        between[sign] = f"{between.get(sign, '')}\0{part}"
+    for marker, part in zip(parts[1::2], parts[2::2], strict=True):
+        between[marker] = f"{between.get(marker, '')}\0{part}"
     return between
 
 
@@ -173,54 +175,54 @@ class _Word:
     """An argument's name or value that can be changed alone."""
 
     index: int
-    sign: str
-    """Sign of a name or a number. Empty = none."""
-    signs_before: int
-    """Number of signs assigned before it."""
+    marker: str
+    """Marker of a name or a number. Empty = none."""
+    markers_before: int
+    """Number of markers assigned before it."""
     complaint: str
 
 
 @final
-class _Signs:
-    """Signs in place of words and numbers, and the complaint for each that a rendered text lacks."""
+class _Markers:
+    """Markers in place of words and numbers, and the complaint for each that a rendered text lacks."""
 
-    def __init__(self, *, signs_names: bool = True, changed: Container[int] = ()) -> None:
-        """`signs_names`: names of arguments get signs too. `changed`: indices in `words` of those to change."""
+    def __init__(self, *, marks_names: bool = True, changed: Container[int] = ()) -> None:
+        """`marks_names`: names of arguments get markers too. `changed`: indices in `words` of those to change."""
         self.complaints: dict[str, str] = {}
         self.words: list[_Word] = []
-        self.signs_names = signs_names
+        self.marks_names = marks_names
         self.names: list[str] = []
-        """Signs of arguments' names."""
+        """Markers of arguments' names."""
         self._assigned: list[str] = []
         self._changed = changed
 
-    def _sign(self, complaint: str) -> str:
-        sign = f"{_SIGN}n{len(self.complaints)}e"
-        self.complaints[sign] = complaint
-        self._assigned.append(sign)
-        return sign
+    def _marker(self, complaint: str) -> str:
+        marker = f"{_MARKER}n{len(self.complaints)}e"
+        self.complaints[marker] = complaint
+        self._assigned.append(marker)
+        return marker
 
-    def _word(self, sign: str, complaint: str) -> bool:
+    def _word(self, marker: str, complaint: str) -> bool:
         """Record the next word and return whether it is changed."""
         index = len(self.words)
-        self.words.append(_Word(index=index, sign=sign, signs_before=len(self._assigned), complaint=complaint))
-        self._assigned += filter(None, (sign,))
+        self.words.append(_Word(index=index, marker=marker, markers_before=len(self._assigned), complaint=complaint))
+        self._assigned += filter(None, (marker,))
         return index in self._changed
 
     def behind(self, word: _Word, written: Container[str]) -> str:
-        """Return the last written sign before a word. Empty = none."""
-        return next((sign for sign in reversed(self._assigned[: word.signs_before]) if sign in written), "")
+        """Return the last written marker before a word. Empty = none."""
+        return next((marker for marker in reversed(self._assigned[: word.markers_before]) if marker in written), "")
 
     def tool(self, tool: Any) -> Any:
-        """Return a tool whose name is a sign."""
+        """Return a tool whose name is a marker."""
         complaint = (
             "the tool {name!r}: it is not in the rendered text; take a data.template that writes tools, or remove the "
             "column 'tools'"
         )
-        return self._sign_name(tool, complaint)
+        return self._mark_name(tool, complaint)
 
     def message(self, number: int, message: Message) -> Message:
-        """Return a message whose calls have signs as names, and as names and texts of their arguments."""
+        """Return a message whose calls have markers as names, and as names and texts of their arguments."""
         calls = message.get("tool_calls")
         if not isinstance(calls, list | tuple):
             return message
@@ -228,62 +230,63 @@ class _Signs:
             f"a tool call of message {number}: {{name!r}} is not in the rendered text; take a data.template that "
             "writes tool_calls"
         )
-        return {**message, "tool_calls": [self._sign_call(self._sign_name(call, complaint), number) for call in calls]}
+        return {**message, "tool_calls": [self._mark_call(self._mark_name(call, complaint), number) for call in calls]}
 
-    def _sign_name(self, entry: Any, complaint: str) -> Any:
-        """Return {"function": {"name": ...}} or {"name": ...} with a sign as its name."""
+    def _mark_name(self, entry: Any, complaint: str) -> Any:
+        """Return {"function": {"name": ...}} or {"name": ...} with a marker as its name."""
         inner = entry.get("function", entry) if isinstance(entry, Mapping) else None
         if not isinstance(inner, Mapping) or "name" not in inner:
             return entry
-        signed = {**inner, "name": self._sign(complaint.format(name=str(inner["name"])))}
-        return {**entry, "function": signed} if "function" in entry else signed
+        marked = {**inner, "name": self._marker(complaint.format(name=str(inner["name"])))}
+        return {**entry, "function": marked} if "function" in entry else marked
 
-    def _sign_call(self, call: Any, number: int) -> Any:
+    def _mark_call(self, call: Any, number: int) -> Any:
+        """Return a call whose arguments are marked. A JSON string is parsed, and written as JSON again."""
         inner = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(inner, Mapping) or "arguments" not in inner:
             return call
-        arguments, opened = inner["arguments"], None
+        arguments, parsed = inner["arguments"], None
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError, RecursionError):
-                opened = json.loads(arguments)
-        signed = self._sign_argument(arguments if opened is None else opened, number)
-        function = {**inner, "arguments": signed if opened is None else json.dumps(signed)}
+                parsed = json.loads(arguments)
+        marked = self._mark_argument(arguments if parsed is None else parsed, number)
+        function = {**inner, "arguments": marked if parsed is None else json.dumps(marked)}
         return {**call, "function": function} if "function" in call else function
 
-    def _sign_argument(self, argument: Any, number: int) -> Any:
-        """Return an argument with signs as its names, texts and numbers, at any depth."""
+    def _mark_argument(self, argument: Any, number: int) -> Any:
+        """Return an argument with markers as its names, texts and numbers, at any depth."""
         if isinstance(argument, Mapping):
             return {
-                self._sign_argument_name(str(name), number): self._sign_argument(part, number)
+                self._mark_argument_name(str(name), number): self._mark_argument(part, number)
                 for name, part in argument.items()
             }
         if isinstance(argument, list | tuple):
-            return [self._sign_argument(part, number) for part in argument]
+            return [self._mark_argument(part, number) for part in argument]
         complaint = _LOST_ARGUMENT.format(
             number=number, shown=repr(argument[:60]) if isinstance(argument, str) else json.dumps(argument)
         )
         if isinstance(argument, str):
-            return self._sign(complaint)
+            return self._marker(complaint)
         if argument is None:
-            return _SIGN if self._word("", complaint) else None
-        return self._sign_number(argument, complaint)
+            return _MARKER if self._word("", complaint) else None
+        return self._mark_number(argument, complaint)
 
-    def _sign_argument_name(self, name: str, number: int) -> str:
-        sign = f"{_SIGN}a{len(self.words)}e"
-        self.names += [sign] * self.signs_names
+    def _mark_argument_name(self, name: str, number: int) -> str:
+        marker = f"{_MARKER}a{len(self.words)}e"
+        self.names += [marker] * self.marks_names
         is_changed = self._word(
-            sign if self.signs_names else "", _LOST_ARGUMENT.format(number=number, shown=repr(name[:60]))
+            marker if self.marks_names else "", _LOST_ARGUMENT.format(number=number, shown=repr(name[:60]))
         )
-        return f"{sign}z" if is_changed else sign if self.signs_names else name
+        return f"{marker}z" if is_changed else marker if self.marks_names else name
 
-    def _sign_number(self, argument: float, complaint: str) -> float:
-        """Return a sign for a number, or a boolean, negated where it is changed."""
+    def _mark_number(self, argument: float, complaint: str) -> float:
+        """Return a marker for a number, or a boolean, negated where it is changed."""
         if isinstance(argument, bool):
             return argument != self._word("", complaint)
         index = len(self.words)
-        sign = _NUMBER + index + 500_000 * (index in self._changed)
-        self._word(str(sign), complaint)
-        return sign + 0.5 if isinstance(argument, float) else sign
+        marker = _NUMBER + index + 500_000 * (index in self._changed)
+        self._word(str(marker), complaint)
+        return marker + 0.5 if isinstance(argument, float) else marker
 
 
 def _locate(forms: Sequence[str], squeezed: str) -> tuple[int, int]:

@@ -48,15 +48,15 @@ def narrow_encoding(text: bytes) -> str:
     return "Windows-1252" if _WINDOWS & set(text) else "ISO-8859-1"
 
 
-def conversion(encoding: str) -> str:
-    """Return the conversion command, in words for a message."""
+def conversion_advice(encoding: str) -> str:
+    """Return advice to convert a file to UTF-8, with the iconv command, for an error message."""
     return f"convert it (iconv -f {encoding} -t UTF-8)"
 
 
 def check_begins_as_utf8(path: Path, start: bytes) -> None:
     """Raise DataError for a file in UTF-16 or UTF-32, of which no line could be read."""
     if encoding := wide_encoding(start):
-        raise DataError(f"{path} seems to be {encoding}, not UTF-8 text: {conversion(encoding)}")
+        raise DataError(f"{path} seems to be {encoding}, not UTF-8 text: {conversion_advice(encoding)}")
 
 
 def describe_non_utf8(text: bytes) -> str:
@@ -65,7 +65,7 @@ def describe_non_utf8(text: bytes) -> str:
     if not letters.isascii():
         return "not UTF-8 text"
     encoding = narrow_encoding(text)
-    return f"not UTF-8 text; it seems to be {encoding}: {conversion(encoding)}"
+    return f"not UTF-8 text; it seems to be {encoding}: {conversion_advice(encoding)}"
 
 
 def _is_text(start: bytes, encoding: str) -> bool:
@@ -83,6 +83,8 @@ PIECE = 2**16
 
 _BLOCK_BYTES = 2**18
 _NEAR_LIMIT = 2**12
+_GUESS_BYTES = 2**12
+"""Bytes behind the first that is not UTF-8, from which the encoding is guessed."""
 
 _SAFE = (
     re.compile(r"[^\W_](?=\r?\n)"),
@@ -134,10 +136,10 @@ def read(path: Path) -> Iterator[str]:
 
 
 def _decode(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, offset: int) -> str:
-    """Decode the next block (`b""` = the file ends), read `offset` bytes into the file."""
+    """Decode the next block, which begins `offset` bytes into the file. b"" ends the file."""
     if not offset:
         check_begins_as_utf8(path, block)
-    # UTF-8 text holds no NUL, and decoders accept it.
+    # A text file has no NUL, although UTF-8 allows it and the decoder accepts it.
     nul = block.find(0)
     if nul >= 0:
         raise DataError(f"{path} is binary, not text: NUL byte at {offset + nul}; leave it out of data.path")
@@ -147,10 +149,10 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, offset
         return decoder.decode(block, final=not block)
     except UnicodeDecodeError as error:
         position = offset - pending + error.start
-        encoding = narrow_encoding(error.object[error.start : error.start + _NEAR_LIMIT])
+        encoding = narrow_encoding(error.object[error.start : error.start + _GUESS_BYTES])
         raise DataError(
             f"{path} is not UTF-8 text: byte {position} is 0x{error.object[error.start]:02x}; it seems to be "
-            f"{encoding}: {conversion(encoding)} or leave it out of data.path"
+            f"{encoding}: {conversion_advice(encoding)} or leave it out of data.path"
         ) from error
 
 

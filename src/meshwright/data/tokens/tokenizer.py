@@ -288,7 +288,7 @@ class Tokenizer:
         spelled = self.texts.byte_level and all(letter in byte_of for letter in name)
         return bytes(byte_of[letter] for letter in name) if spelled else text.encode()
 
-    def text_behind(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> str:
+    def continuation_text(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> str:
         """Return the text of ids behind a prompt. SentencePiece loses its first space if decoded alone."""
         stream = TextStream(self.decode, prompt_ids, self.texts)
         return "".join([*map(stream.push, ids), stream.rest()])

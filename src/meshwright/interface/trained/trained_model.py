@@ -269,7 +269,7 @@ class TrainedModel:
             prompt_ids=tuple(prompt_ids),
             ids=tuple(ids),
             logprobs=tuple(logprobs),
-            text=tokenizer.text_behind(prompt_ids, ids) if tokenizer else None,
+            text=tokenizer.continuation_text(prompt_ids, ids) if tokenizer else None,
         )
 
     def encode(self, text: str) -> list[int]:
