@@ -290,7 +290,7 @@ def test_weights_that_are_gone_are_named(folder: Path) -> None:
     for weights in (folder / "hf").glob("*.safetensors"):
         weights.unlink()
     assert checkpoint.find_latest(folder / "run" / "checkpoints") is not None
-    with pytest.raises(PlanError, match=r"has no weights, under which answers are compared: put them back there"):
+    with pytest.raises(PlanError, match=r"has no \*\.safetensors files, .* need these weights: put them back"):
         loop.run(pairs.plan(folder, "recipe.steps=2"), resume="auto")
 
 

@@ -181,14 +181,14 @@ def test_a_signal_ends_the_asking_after_a_batch_and_a_rerun_goes_on(
 def test_tables_of_other_sizes_are_refused(tmp_path: Path) -> None:
     sizes = TableSizes(rows=3, sequence=4, top=2, vocab=300)
     tables = TeacherTables(tmp_path / "kept", sizes)
-    tables.make()
+    tables.create()
     assert tables.missing(np.arange(3)).tolist() == [0, 1, 2]
     tables.mark(np.array([1]))
-    TeacherTables(tmp_path / "kept", sizes).make()
+    TeacherTables(tmp_path / "kept", sizes).create()
     assert tables.missing(np.arange(3)).tolist() == [0, 2]
     (tables.folder / "ids.bin").write_bytes(b"1")
     with pytest.raises(RunError, match="was changed: remove it"):
-        tables.make()
+        tables.create()
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def _relevant_model(plan: Plan) -> tuple[ModelShape, str]:
 
 
 def weights_of(plan: Plan, checkpoint_path: Path | None) -> str:
-    """Return the hash of the first weights: of an imported checkpoint, the files of `model.init`, or their seed.
+    """Return a hash of the first weights: of a weights-only checkpoint, the files of `model.init`, or seed and model.
 
     Raises PlanError when the files are gone.
     """
@@ -82,7 +82,10 @@ def weights_of(plan: Plan, checkpoint_path: Path | None) -> str:
         return _hash(RANDOM, plan.recipe.seed, _relevant_model(plan))
     files = sorted(Path(plan.init).glob("*.safetensors"))
     if not files:
-        raise PlanError(f"model.init={plan.init} has no weights, under which answers are compared: put them back there")
+        raise PlanError(
+            f"model.init={plan.init} has no *.safetensors files, and the reference log-probabilities need these "
+            "weights: put them back"
+        )
     with ThreadPoolExecutor(4) as pool:
         return _hash(*pool.map(_file_hash, files))
 
@@ -314,7 +317,7 @@ class AnswerRecorder:
         self.sums: Tensor | None = None
 
     def count(self, batch: Batch) -> float:
-        """Return 1: nothing is divided."""
+        """Return 1, since there is no loss to average."""
         return 1.0
 
     def loss(self, predictions: Predictions, batch: Batch, scale: Tensor | None) -> Tensor:

@@ -209,7 +209,7 @@ class HeadRecorder:
         """(N, D) by the identity of a batch."""
 
     def count(self, batch: Batch) -> float:
-        """Return 1: nothing is divided."""
+        """Return 1, since there is no loss to average."""
         return 1.0
 
     def loss(self, predictions: Predictions, batch: Batch, scale: Tensor | None) -> Tensor:

@@ -99,10 +99,10 @@ class TeacherTables:
     folder: Path
     sizes: TableSizes
 
-    def make(self) -> None:
-        """Create the files, empty, unless they exist.
+    def create(self) -> None:
+        """Create the files at full size, unwritten, unless they exist.
 
-        Raises RunError when they have other sizes, which means that somebody changed them.
+        Raises RunError when their description or sizes differ, since somebody changed them.
         """
         sizes = self.sizes
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -249,7 +249,7 @@ def _cache_folder(plan: Plan, corpus: Corpus, device: torch.device) -> Path:
 def _find_missing(tables: TeacherTables, needed: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the rows to compute, on rank 0, and announce them."""
     with report_in_one_line(tables.folder, "cache folder (XDG_CACHE_HOME)"):
-        tables.make()
+        tables.create()
         missing = tables.missing(needed)
         tables.check_room(len(missing))
     if len(missing):
@@ -356,7 +356,7 @@ class TopRecorder:
         self.top_tokens: KnownTop | None = None
 
     def count(self, batch: Batch) -> float:
-        """Return 1: nothing is divided."""
+        """Return 1, since there is no loss to average."""
         return 1.0
 
     def loss(self, predictions: Predictions, batch: Batch, scale: Tensor | None) -> Tensor:
