@@ -59,7 +59,7 @@ def save_tokenizer(tokenizer: Tokenizer) -> str:
     return str(folder / "tokenizer.json")
 
 
-def gguf_generation(model: "GGUFModel") -> dict[str, object] | None:
+def gguf_generation_config(model: "GGUFModel") -> dict[str, object] | None:
     """Return the end-of-text ids in the form of generation_config.json, or None."""
     ends = model.vocabulary.stop_ids if model.vocabulary else ()
     return {"eos_token_id": list(ends)} if ends else None
@@ -124,7 +124,7 @@ def _open_gguf(path: Path) -> OriginalModel:
     model = open_gguf(path)
     return OriginalModel(
         shape=model.shape, dtype=model.dtype, weights=model.weights, tokenizer=gguf_tokenizer(model),
-        chat_template=model.chat_template, generation=gguf_generation(model), dropout=0.0,
+        chat_template=model.chat_template, generation=gguf_generation_config(model), dropout=0.0,
     )  # fmt: skip
 
 

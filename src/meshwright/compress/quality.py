@@ -26,7 +26,7 @@ from meshwright.model.transformer import skeleton
 from meshwright.spec.model.quantization_schemes import Scheme
 from meshwright.training.step.batches import Batch
 
-LOGITS = 2**24
+MAX_LOGITS = 2**24
 """Logits of each model in memory at once."""
 SHARES = (0.0, *(step / 20 for step in range(1, 20)), 0.98, 0.99, 0.995, 0.999, 1.0)
 """Quantiles of the divergence that are reported."""
@@ -95,21 +95,21 @@ def token_rows(
 
     Inputs are the last hidden states (B, S, D) of both models. Only valid targets (B, S) count.
     """
-    # Logits of all tokens at once would exceed the memory of the model.
-    size, wanted = max(1, LOGITS // before.shape.vocab), targets.flatten()
+    # In slices: the logits of all tokens may need more memory than the model itself.
+    size, flat_targets = max(1, MAX_LOGITS // before.shape.vocab), targets.flatten()
     states = first.flatten(0, 1), second.flatten(0, 1)
-    for indices in (wanted >= 0).nonzero().squeeze(1).split(size):
-        pair = zip((before, after), states, strict=True)
-        p, q = (_log_probabilities(model, hidden[indices]) for model, hidden in pair)
+    for indices in (flat_targets >= 0).nonzero().squeeze(1).split(size):
+        models_and_states = zip((before, after), states, strict=True)
+        p, q = (_log_probabilities(model, hidden[indices]) for model, hidden in models_and_states)
         divergence = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
-        target = wanted[indices].unsqueeze(1)
+        target = flat_targets[indices].unsqueeze(1)
         columns = (
             divergence,
             (p.argmax(-1) == q.argmax(-1)).float(),
             -p.gather(1, target)[:, 0],
             -q.gather(1, target)[:, 0],
         )
-        yield tuple(column.cpu() for column in columns)  # type: ignore[misc]  # four of them
+        yield tuple(column.cpu() for column in columns)  # type: ignore[misc]  # four columns, as annotated
 
 
 def _log_probabilities(model: Transformer, hidden: Tensor) -> Tensor:

@@ -5,8 +5,9 @@
     tensors   name, dims u32, each u64, fastest first; type u32; offset u64 from the start of the data
     data      at the next multiple of the alignment
 
-Every count is compared with the remaining bytes before anything of that size is allocated. Why this is not the `gguf`
-package: docs/decisions/0064-readers-of-our-own.md.
+This module parses keys and tensors; metadata.py maps the keys to a shape. Every count is compared with the
+remaining bytes before anything of that size is allocated. Why this is not the `gguf` package:
+docs/decisions/0064-readers-of-our-own.md.
 """
 
 import math

@@ -1,6 +1,7 @@
 """Conversion between a shape and the keys of a GGUF file, by llama.cpp's architectures.
 
-An architecture decides the names of tensors, and the order of rows of queries and keys.
+header.py parses the keys of a file; this module maps them to a shape, and back. An architecture decides the names of
+tensors, and the order of rows of queries and keys.
 """
 
 import math

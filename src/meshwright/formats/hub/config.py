@@ -183,14 +183,15 @@ def _check_architecture(entries: Entries, family: HubFamily) -> None:
 
 
 def _check_quantization(entries: Entries) -> None:
+    """Raise HubError for quantized weights other than block-wise fp8."""
     quantization = entries.inner("quantization_config")
     if quantization is not None:
         method = quantization.text("quant_method", "")
         if method != "fp8" or not quantization.raw("weight_block_size", None):
             software = repr(method) if method else "software that names no quant_method, as MLX does"
             raise quantization.fail(
-                f"the weights are quantized, by {software}, and only fp8 in blocks can be read as numbers: take the "
-                "folder that they were quantized from"
+                f"the weights were quantized by {software}, and only block-wise fp8 can be read: use the folder they "
+                "were quantized from"
             )
 
 

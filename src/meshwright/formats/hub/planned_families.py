@@ -402,44 +402,52 @@ class _TrackedConfig(dict[str, object]):
 
     def __init__(self, config: Mapping[str, object]) -> None:
         super().__init__(config)
-        self.asked: set[str] = set()
+        self.keys_read: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value like dict.get, and record the key."""
-        self.asked.add(key)
+        self.keys_read.add(key)
         return super().get(key, default)
 
     def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
+        self.keys_read.add(key)
         return super().__getitem__(key)
 
 
 def is_planned(config: Mapping[str, object]) -> bool:
     """Return True if a config is of a family that can be planned but not trained. Some of phi3 are."""
-    kind = _model_type(config)
-    return kind in WRAPPERS or (kind in PLANNED and (kind not in FAMILIES or bool(planned_shape(config).plan_only)))
+    model_type = _model_type(config)
+    return model_type in WRAPPERS or (
+        model_type in PLANNED and (model_type not in FAMILIES or bool(planned_shape(config).plan_only))
+    )
 
 
 def planned_shape(config: Mapping[str, object]) -> ModelShape:
     """Return the shape of a config, with parts that the engine lacks (`ModelShape.plan_only` names them).
 
-    Raises HubError for an unknown family or key that could change the shape, and as shape_from_config does.
+    Raises HubError for an unknown family, for an unknown key that could change the shape, and wherever
+    shape_from_config does.
     """
-    kind = _model_type(config)
-    if kind in WRAPPERS:
-        return planned_shape(_text_config(config, WRAPPERS[kind]))
-    if kind in ALIASES:
-        config = {**config, "model_type": ALIASES[kind], "architectures": [FAMILIES[ALIASES[kind]].architecture]}
-    if kind not in FAMILIES and kind not in PLANNED and kind not in ALIASES:
+    model_type = _model_type(config)
+    if model_type in WRAPPERS:
+        return planned_shape(_text_config(config, WRAPPERS[model_type]))
+    if model_type in ALIASES:
+        config = {
+            **config,
+            "model_type": ALIASES[model_type],
+            "architectures": [FAMILIES[ALIASES[model_type]].architecture],
+        }
+    if model_type not in FAMILIES and model_type not in PLANNED and model_type not in ALIASES:
         known = ", ".join((*FAMILIES, *(name for name in PLANNED if name not in FAMILIES), *WRAPPERS, *ALIASES))
-        raise HubError(f"config.json: model_type={kind!r} is not known to the planner (known: {known})")
+        raise HubError(f"config.json: model_type={model_type!r} is not known to the planner (known: {known})")
     tracked = _TrackedConfig(config)
-    family = PLANNED.get(str(kind))
+    family = PLANNED.get(str(model_type))
     shape = _read_shape(tracked, family) if family else None
     if shape is None or not shape.plan_only:
         shape = shape_from_config(tracked)
-        tracked.asked |= written_keys(shape)  # such as the length of windows, which is not read where there are none
-    unknown = _unknown_keys(config, {*tracked.asked, *READ, *(family.read if family else ())})
+        # Keys that shape_from_config skips for this shape, such as window lengths without windows.
+        tracked.keys_read |= written_keys(shape)
+    unknown = _unknown_keys(config, {*tracked.keys_read, *READ, *(family.read if family else ())})
     for key, setting in unknown.items():
         raise HubError(
             f"config.json: {key}={repr(setting)[:60]} is not known and could change the shape: remove the key "
@@ -459,16 +467,16 @@ def _unknown_keys(config: Mapping[str, object], understood: Iterable[str]) -> di
 
 
 def _model_type(config: Mapping[str, object]) -> object:
-    kind = config.get("model_type")
-    return kind.removeprefix(CODED) if isinstance(kind, str) else kind
+    model_type = config.get("model_type")
+    return model_type.removeprefix(CODED) if isinstance(model_type, str) else model_type
 
 
-def _text_config(config: Mapping[str, object], kind: str) -> dict[str, object]:
+def _text_config(config: Mapping[str, object], model_type: str) -> dict[str, object]:
     inner = config.get("text_config")
     if not isinstance(inner, dict):
         raise HubError(f"config.json: text_config={inner!r} must be an object: the language model is described there")
     outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-    return {**outer, **inner, "model_type": kind}
+    return {**outer, **inner, "model_type": model_type}
 
 
 def _read_shape(read: _TrackedConfig, family: PlannedFamily) -> ModelShape:
@@ -494,7 +502,7 @@ class _ConfigWithDefaults(_TrackedConfig):
 
     def __init__(self, config: _TrackedConfig, defaults: Mapping[str, object]) -> None:
         super().__init__({**defaults, **config})
-        self.asked = config.asked
+        self.keys_read = config.keys_read
 
 
 def _rope_theta(entries: Entries) -> float:

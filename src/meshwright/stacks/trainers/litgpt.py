@@ -90,7 +90,7 @@ def resolve(facts: Facts) -> Facts:
 
 
 def objections(facts: Facts) -> Iterator[str]:
-    """Yield optimizers and quantization that are not counted."""
+    """Yield reasons why a file cannot be modelled: its optimizer, its quantization, or no matrix with an adapter."""
     optimizer = str(facts.get("optimizer_class") or "")
     if not optimizer.endswith(("AdamW", "Adam")) and not hf.SMALLER.search(optimizer.lower()):
         yield f"optimizer {optimizer} is not counted: take torch.optim.AdamW"
@@ -98,9 +98,9 @@ def objections(facts: Facts) -> Iterator[str]:
     if quantized and str(quantized) not in BASES:
         yield f"quantize={quantized} is not counted: take one of {', '.join(BASES)}"
     if quantized and not is_adapted(facts):
-        yield f"quantize={quantized} holds matrices that are trained in fewer bits: not counted"
+        yield f"quantize={quantized} trains quantized matrices, which is not modelled"
     if is_adapted(facts) and not any(facts.get(f"lora_{name}") for name in MATRICES):
-        yield "no matrix has an adapter: switch lora_query or another one on"
+        yield "no matrix has an adapter: turn on lora_query or another lora_* option"
 
 
 def bounds(facts: Facts) -> Iterator[str]:
