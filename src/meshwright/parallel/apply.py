@@ -42,7 +42,7 @@ from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.recipe.recipe import NO_SCHEME
 from meshwright.spec.rules.legal import shares_tied_ends
-from meshwright.spec.rules.passes import can_be_compiled, experts_stay_apart
+from meshwright.spec.rules.passes import blocks_exclude_experts, can_be_compiled
 from meshwright.spec.weights.boxes import Box, CodesCut, boxes, shared_scales
 from meshwright.spec.weights.inventory import parameters
 
@@ -274,7 +274,7 @@ def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -
     make: Callable[[str], BlockCall] = block_call
     if compiled:
         prepare()
-        make = partial(compile_call, apart=experts_stay_apart(layout))
+        make = partial(compile_call, apart=blocks_exclude_experts(layout))
     # The remaining blocks keep everything, as far as memory allows.
     first = model.blocks[: layout.recomputed(len(model.blocks))]
     if layout.acting_recompute == "selective":

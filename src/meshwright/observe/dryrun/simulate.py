@@ -306,7 +306,7 @@ def _empty_cache() -> None:
 
 
 def workspace_bytes(operation: Any, args: tuple[Any, ...]) -> int:
-    """Return the bytes that a GPU takes inside `operation` beyond its outputs. 0 = nothing known."""
+    """Return the bytes that a GPU allocates inside `operation` beyond its outputs. 0 = the operation has no rule."""
     rule = WORKSPACES.get(operation)
     return rule(*args[1:]) if rule else 0
 
@@ -343,9 +343,8 @@ def _flash_backward(q: Tensor, k: Tensor, *_: Any) -> int:
     batch, heads, rows, dim = q.shape
     rounded = batch * heads * _round_up(rows, ROWS)
     sums = rounded * (_round_up(dim, 32 if dim <= 128 else 64) + 1) * FP32_BYTES
-    # Heads that share keys compute gradients of keys and values of their own, which are added afterwards.
-    apart = k.shape[1] != heads
-    return sums + apart * 2 * batch * k.shape[2] * heads * dim * q.element_size()
+    is_grouped = k.shape[1] != heads
+    return sums + is_grouped * 2 * batch * k.shape[2] * heads * dim * q.element_size()
 
 
 def _varlen_backward(
@@ -353,7 +352,8 @@ def _varlen_backward(
 ) -> int:  # fmt: skip
     """Return the workspace of q (T, H, E) and k (T, K, E) of documents that begin at `borders` (N + 1,).
 
-    Each document is rounded. Without borders: q (B, S, H, E), k (B, T, K, E).
+    ROWS rows are added for each document. Without borders, tensors are those of a dense batch: q (B, S, H, E),
+    k (B, S', K, E).
     """
     if borders is None:
         return _flash_backward(q.transpose(1, 2), k.transpose(1, 2))

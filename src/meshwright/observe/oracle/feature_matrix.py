@@ -222,7 +222,10 @@ def outcomes_of(cases: Sequence[tuple[Case, Layout]], device: str) -> list[RankO
 
 
 def to_arrays(rank_outcome: RankOutcome) -> RankOutcome:
-    """Convert tensors to arrays for another process: each tensor would travel as an open file."""
+    """Convert tensors to arrays for another process.
+
+    Each tensor would be sent as an open file, and thousands exceed the limit.
+    """
     return replace(
         rank_outcome, tensors={name: (box, tensor.numpy()) for name, (box, tensor) in rank_outcome.tensors.items()}
     )

@@ -299,7 +299,7 @@ def check_device(shape: ModelShape, layout: Layout, device: torch.device, dtype:
     """Raise PlanError when layout.cuda_graphs=on cannot work on a device.
 
     The device may have no CUDA graphs, or experts' products may have the host wait for the lengths of their runs.
-    Settings that no device can capture are refused earlier (spec.legal).
+    Settings that no device can capture are refused earlier (spec/rules/legal.py).
     """
     if layout.cuda_graphs != "on":
         return

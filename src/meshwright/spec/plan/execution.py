@@ -161,7 +161,7 @@ LATENT = (192, 128)
 
 
 def attention_call(plan: Plan) -> AttentionCall:
-    """Describe the attention of a training step."""
+    """Return the properties of a training step's attention that decide its kernel."""
     shape, recipe, mla = plan.model, plan.recipe, plan.model.mla
     width, value_width = (shape.head_dim,) * 2 if mla is None else (mla.nope_dim + mla.rope_dim, mla.v_dim)
     case: Case = "window" if 0 < shape.window < recipe.sequence else "documents" if recipe.document_mask else "rows"

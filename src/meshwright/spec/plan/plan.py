@@ -329,9 +329,9 @@ FARTHEST = 64
 
 
 def world_violation(plan: Plan, processes: int, nodes: int = 1) -> str | None:
-    """Return why a plan cannot run on these processes and nodes, with the nearest layouts and numbers that can.
+    """Return why a plan cannot run on this many processes and nodes, or None.
 
-    None = it can.
+    The reason names the nearest layouts and process counts that can.
     """
     layout, violations = plan.layout, plan.violations()
     if layout.world == processes:

@@ -134,11 +134,11 @@ def compiles_blocks(layout: Layout, shape: ModelShape, device: str, fake_quantiz
     return layout.compiles(device) and can_be_compiled(shape, fake_quantize)
 
 
-def experts_stay_apart(layout: Layout) -> bool:
+def blocks_exclude_experts(layout: Layout) -> bool:
     """Return whether compiled blocks exclude their experts.
 
-    This holds when rows travel to other ranks in numbers that vary by step, and for the reference kernels, which need
-    lengths on the host.
+    This is so when the number of rows sent to other ranks varies by step, or when reference kernels need lengths on the
+    host.
     """
     return layout.ep > 1 or layout.kernels == "reference"
 
@@ -148,7 +148,7 @@ def keeps_no_norms(layout: Layout, shape: ModelShape, device: str, fake_quantize
 
     With experts apart, the compiler sees only the parts around them, and the results at their borders are stored.
     """
-    apart = shape.moe is not None and experts_stay_apart(layout)
+    apart = shape.moe is not None and blocks_exclude_experts(layout)
     return compiles_blocks(layout, shape, device, fake_quantize) and not apart
 
 

@@ -115,7 +115,7 @@ def lines(run: "DryRun", room: "Room") -> Iterator[str]:
     yield ""
     if worst.staging_bytes and run.device == "cuda":
         yield f"Host memory, pinned: {gib(worst.staging_bytes)} for the copy that a thread saves (layout.saving)"
-    yield from _largest(worst)
+    yield from _largest_tensor_lines(worst)
     yield ""
     traffic = run.traffic(worst.rank)
     yield f"Rank {worst.rank} sends in a step:" if traffic else f"Rank {worst.rank} sends nothing."
@@ -139,8 +139,8 @@ def _table(run: "DryRun") -> Iterator[str]:
     yield f"{'peak':<20}" + "".join(f"{gib(rank.peak_bytes):>12}" for rank in ranks)
 
 
-def _largest(rank: "WatchedRank") -> Iterator[str]:
-    """Yield the largest tensors. Equal ones of several layers take one line."""
+def _largest_tensor_lines(rank: "WatchedRank") -> Iterator[str]:
+    """Yield a line for each of the largest tensors at the peak. Equal tensors of several layers share one."""
     from collections import Counter
 
     from meshwright.observe.dryrun.rank_run import generic

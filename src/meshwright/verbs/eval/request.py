@@ -57,7 +57,7 @@ def task_configs(paths: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def write_task(config: Mapping[str, Any], folder: Path) -> Path:
-    """Write a YAML file for the harness."""
+    """Write a task as the next numbered YAML file in `folder`, for the harness, and return its path."""
     path = folder / f"{len(list(folder.iterdir()))}.yaml"
     path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
     return path

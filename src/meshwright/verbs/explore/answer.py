@@ -162,7 +162,7 @@ def explore(
         IllegalLayout: There is no layout.
         PlanError: An argument makes no sense.
     """
-    words, changes = section_words(recipe), _beside(section_words(beside))
+    words, changes = section_words(recipe), _parse_beside(section_words(beside))
     first = _half(model, cluster, nodes, words, stack, price)
     parts = first.plan.model.unbuilt
     if parts and (parts.linear or parts.predicts):
@@ -196,8 +196,11 @@ def _blame_second_half(first: Plan) -> Iterator[None]:
         raise error.reworded("beside: ") from None
 
 
-def _beside(words: Sequence[str]) -> dict[str, str]:
-    """Return {key: text} of `cluster=h200x8,nodes=4`. Raises ArgumentError for unknown keys and malformed numbers."""
+def _parse_beside(words: Sequence[str]) -> dict[str, str]:
+    """Parse `cluster=h200x8,nodes=4` into {key: text}.
+
+    Raises ArgumentError for unknown or repeated keys and malformed values.
+    """
     changes = {}
     for word in ",".join(words).split(",") if words else ():
         key, equals, text = (part.strip() for part in word.partition("="))

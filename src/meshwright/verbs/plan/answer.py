@@ -79,7 +79,7 @@ class PlanAnswer(Answer):
 
     @cached_property
     def outlook(self) -> tuple[str, ...]:
-        """Sentences on a longer sequence, half the devices, the batch, the token budget."""
+        """Sentences on the longest sequence, half the devices, warnings of scale, and the bill of the token budget."""
         best = self.ranking.best[0]
         half = () if self.fixed else half_machine(self.estimator, best)  # only of a free search
         sentences = [limit(self.estimator, best), *half]
