@@ -6,7 +6,9 @@
 A part stands between two comments, and the first says what fills it:
 
     <!-- generated: output meshwright plan llama-3.1-8b --cluster h100x8 --nodes 4 -->
+    <!-- generated: output python examples/collectives.py all-reduce -->
     <!-- generated: table zero -->
+    <!-- generated: bandwidth -->
     <!-- generated: keys recipe -->
     <!-- generated: schemes -->
     <!-- generated: presets devices -->
@@ -24,6 +26,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -32,6 +35,7 @@ from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any
 
+from docs import bandwidth
 from docs.packages import packages
 from docs.tables import TABLES, Table
 
@@ -70,9 +74,12 @@ def run(words: tuple[str, ...]) -> tuple[int, str, str]:
 def output(command: str) -> str:
     """A command and what it prints, as a block; lines that a terminal would break are broken between words."""
     words = shlex.split(command.replace("\\\n", " "))
-    _, told, complained = run(tuple(words[1:]))
-    text = (told + complained).rstrip()
-    lines = [part for line in text.splitlines() for part in WRAP.wrap(line) or [""]]
+    if words[0] == "python":
+        text = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    else:
+        _, told, complained = run(tuple(words[1:]))
+        text = told + complained
+    lines = [part for line in text.rstrip().splitlines() for part in WRAP.wrap(line) or [""]]
     shown = " \\\n".join(COMMAND.wrap(command))
     return "```console\n$ " + shown + "\n" + "\n".join(lines) + "\n```\n"
 
@@ -283,7 +290,7 @@ def source(words: str) -> str:
 
 FILLED_BY: dict[str, Callable[[str], str]] = {
     "output": output, "table": table, "keys": keys, "verbs": verbs, "schemes": schemes,
-    "source": source, "presets": preset_table, "packages": packages,
+    "bandwidth": bandwidth.table, "source": source, "presets": preset_table, "packages": packages,
 }  # fmt: skip
 
 

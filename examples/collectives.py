@@ -24,6 +24,7 @@ from torch import Tensor
 
 ROOT = 0
 """Rank that broadcasts, reduces to itself, gathers and scatters."""
+QUESTIONS = "questions"
 
 
 @dataclass
@@ -298,8 +299,9 @@ def print_answer(answer: dict[str, Any]) -> None:
 def work(rank: int, world: int, options: argparse.Namespace) -> None:
     """Run what was asked for as one rank. Rank 0 prints."""
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    records = [run_one(name, rank, world, options.chunk) for name in options.collectives or COLLECTIVES]
-    answers = [] if options.collectives else answer_questions(rank, world, options.chunk)
+    names = options.names or [*COLLECTIVES, QUESTIONS]
+    records = [run_one(name, rank, world, options.chunk) for name in names if name != QUESTIONS]
+    answers = answer_questions(rank, world, options.chunk) if QUESTIONS in names else []
     dist.destroy_process_group()
     if rank == 0 and options.json:
         print(json.dumps({"processes": world, "collectives": records, "questions": answers}))
@@ -317,13 +319,15 @@ def work(rank: int, world: int, options: argparse.Namespace) -> None:
 def main() -> None:
     """Join torchrun's processes, or start some."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("collectives", nargs="*", metavar="COLLECTIVE", help=", ".join(COLLECTIVES))
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=", ".join([*COLLECTIVES, QUESTIONS]) + "; default: all"
+    )
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--chunk", type=int, default=1, help="numbers of a chunk")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if unknown := [name for name in options.collectives if name not in COLLECTIVES]:
-        parser.error(f"{unknown[0]} is none of {', '.join(COLLECTIVES)}")
+    if unknown := [name for name in options.names if name not in (*COLLECTIVES, QUESTIONS)]:
+        parser.error(f"{unknown[0]} is none of {', '.join([*COLLECTIVES, QUESTIONS])}")
     if options.processes < 1 or options.chunk < 1:
         parser.error("--processes and --chunk are 1 or more")
     if "RANK" in os.environ:

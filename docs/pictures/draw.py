@@ -409,9 +409,32 @@ def overlap(numbers: dict[str, dict[str, Any]]) -> Figure:
     return sheet
 
 
+def bandwidth(numbers: dict[str, dict[str, list[float]]]) -> Figure:
+    """Bus bandwidth over nodes: points and bands as published, lines as planned."""
+    sheet = figure(9, 3.6)
+    panels = sheet.subplots(1, len(numbers), sharey=True)
+    for axes, (name, rows) in zip(panels, numbers.items(), strict=True):
+        nodes = list(map(int, rows))
+        mean, low, high, expected = zip(*rows.values(), strict=True)
+        axes.fill_between(nodes, low, high, color=PALE, label="published, 90 % of runs")
+        axes.plot(nodes, mean, "o-", color=BLUE, label="published, mean")
+        axes.plot(nodes, expected, "--", color=ORANGE, label="planned for a quiet network")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(nodes, list(map(str, nodes)))
+        axes.set_title(name, loc="left", fontsize=SIZE + 1, fontweight="bold")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel("nodes of 8 H100", fontsize=SIZE)
+        axes.tick_params(labelsize=SIZE - 1)
+    panels[0].set_ylabel("GB/s, messages of 256 MiB", fontsize=SIZE)
+    panels[0].set_ylim(0)
+    panels[-1].legend(fontsize=SIZE - 1, frameon=False)
+    return sheet
+
+
 PICTURES = {
     "mesh": mesh, "one_gpu": one_gpu, "memory": memory, "data": data, "tensor": tensor, "context": context,
     "pipeline": pipeline, "expert": expert, "sequence": sequence, "steps": steps, "overlap": overlap,
+    "bandwidth": bandwidth,
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from docs import bandwidth as bandwidths
 from docs.generate import run
 from docs.tables import TABLES
 from meshwright.observe.dryrun.simulate import dry_run
@@ -112,6 +113,14 @@ def steps() -> dict[str, Any]:
     }
 
 
+def bandwidth() -> dict[str, Any]:
+    """GB/s of three collectives over nodes: published mean with its band, and planned."""
+    return {
+        name: {str(nodes): [*band, round(bandwidths.planned(name, nodes), 1)] for nodes, band in rows.items()}
+        for name, rows in bandwidths.PUBLISHED.items()
+    }
+
+
 def context() -> dict[str, Any]:
     """Who holds each of 32 positions, and each rank's share of the attention, by split."""
     length, splits = 32, {}
@@ -195,6 +204,7 @@ FIGURES: dict[str, Callable[[], dict[str, Any]]] = {
     "sequence": sequence,
     "steps": steps,
     "overlap": overlap,
+    "bandwidth": bandwidth,
 }
 """Picture -> its numbers. The other pictures have none."""
 
