@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
-from textwrap import TextWrapper
+from textwrap import TextWrapper, dedent
 from typing import Any
 
 from docs import bandwidth
@@ -278,10 +278,12 @@ def source(words: str) -> str:
     path, *names = words.split()
     text = (ROOT / path).read_text(encoding="utf-8")
     parts = {
-        node.name: "\n".join(
-            text.splitlines()[min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1 : node.end_lineno]
+        node.name: dedent(
+            "\n".join(
+                text.splitlines()[min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1 : node.end_lineno]
+            )
         )
-        for node in ast.parse(text).body
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.ClassDef | ast.FunctionDef)
     }
     block = "\n\n\n".join(parts[name] for name in names)
