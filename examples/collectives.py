@@ -214,7 +214,7 @@ def run_one(name: str, rank: int, world: int, chunk: int) -> dict[str, Any] | No
     wire = Wire(rank, world)
     after = collective.run(wire, before)
     expected = torch_outcome(name, x, rank, world)
-    equal = after is expected is None or (after is not None and expected is not None and torch.equal(after, expected))
+    equal = (after is None) == (expected is None) and (after is None or torch.equal(after, expected))
     mine = {
         "before": before.tolist(), "after": None if after is None else after.tolist(), "sends": wire.sends,
         "bytes": wire.bytes_sent(x.element_size()), "equal": equal,

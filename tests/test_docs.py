@@ -72,6 +72,9 @@ def test_files_named_in_a_page_exist(page: Path) -> None:
     places = (ROOT, page.parent, ROOT / "src" / "meshwright")
     missing = sorted(name for name in here if not any(list(position.glob(name)) for position in places))
     assert not missing, f"{shown(page)} names {missing}"
+    # A merge of two modules turns "`a.py`, `b.py`" into the same name twice.
+    twice = re.findall(r"(`[\w./]+\.py`),? (?:and )?\1", text)
+    assert not twice, f"{shown(page)} names {twice} twice in a row"
 
 
 @pytest.mark.parametrize(

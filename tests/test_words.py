@@ -28,7 +28,7 @@ MOST_WORDS = 30
 """Longest sentence of a docstring, in words."""
 
 SCRIPT_NOISE = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'", re.DOTALL)
-"""Comments and plain strings of JavaScript. Template literals stay, because code lies in them."""
+"""Comments and plain strings of JavaScript. Template literals stay, because they contain code."""
 SCRIPT_BINDINGS = (
     re.compile(r"\b(?:const|let|var)\s+(\w+|[\[{][^=]*?[\]}])\s*(?==|;|,|of\b|in\b)"),  # also those of a for loop
     re.compile(r",\s*(\w+|\{[^{}=()]*\}|\[[^\[\]=()]*\])\s*=(?![=>])"),  # further declarations, and defaults

@@ -95,7 +95,7 @@ class Trainer:
     def train(self, stop: Interrupt) -> Summary:
         """Run steps until the last one, an interruption, or a non-finite loss."""
         recipe, progress = self.plan.recipe, self.state.progress
-        # Rows have numbers, so that a resumed run goes on with the very next one, under any layout.
+        # Rows have numbers, so that a resumed run continues with the next row, under any layout.
         sampler = numbered_rows(self.plan.data, recipe, self.corpus, self.corpus.train, shuffle=True)
         balanced = self.plan.model.moe is not None and recipe.balance_loss > 0
         rows = PackedRows(

@@ -116,7 +116,7 @@ def read_folder(folder: Path) -> FolderModel:
     from meshwright.formats.quantized.detection import quantization
     from meshwright.store.run_folder import RunFolder
 
-    # From cheap to dear: only a folder of quantized weights needs torch.
+    # Cheapest first: only a folder of quantized weights needs torch.
     if (folder / "plan.yaml").is_file():
         return FolderModel(shape=RunFolder.open(folder).plan.model.base)
     if planned := _planned(folder / "config.json", folder.resolve().name, strictly=False):

@@ -3,7 +3,7 @@
 Inside `used`, and without gradients, kernels call its functions for fp32 on a CPU in place of several operations of
 torch each. Without a C compiler `loops` returns None, and nothing else changes.
 
-A matrix (N, K) lies in panels of 16 rows, interleaved to fill a vector.
+A matrix (N, K) is stored as panels of 16 rows, interleaved to fill a vector.
 """
 
 import ctypes

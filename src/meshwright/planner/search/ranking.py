@@ -249,7 +249,7 @@ class _Search:
         """Count a layout exactly. Enter it if it fits and ranks among the listed."""
         layout, searched = choice.layout(bounds.base), choice.layout(self.plan.layout)
         step_s = self.estimator.time(layout).total_s
-        # Time first: memory needs the played schedule and is the dearer of both.
+        # Time first: memory needs the played schedule and costs more.
         if step_s > self.limit_s or step_s >= self.below_s:
             return
         memory = fullest_rank(self.estimator, layout, self.room)
