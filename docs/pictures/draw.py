@@ -11,7 +11,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -431,7 +431,7 @@ def bandwidth(numbers: dict[str, dict[str, list[float]]]) -> Figure:
     return sheet
 
 
-PICTURES = {
+PICTURES: dict[str, Callable[[Any], Figure]] = {
     "mesh": mesh, "one_gpu": one_gpu, "memory": memory, "data": data, "tensor": tensor, "context": context,
     "pipeline": pipeline, "expert": expert, "sequence": sequence, "steps": steps, "overlap": overlap,
     "bandwidth": bandwidth,
