@@ -3,13 +3,13 @@
     python -m docs.site            # build/site/index.html; needs the extra `docs` (Zensical)
     python -m docs.site --gather   # only build/docs
 
-The pages in the repository stay plain Markdown. Gathering does four things that plain Markdown cannot. It brings in
+The pages in the repository stay plain Markdown. Gathering does five things that plain Markdown cannot. It brings in
 README, CONTRIBUTING and CHANGELOG, which are outside docs. Links to files of the checkout become plain text, and
 pictures links to themselves in full size. And each
 
     <!-- explorer: MODEL --cluster NAME --nodes N -->
 
-becomes the page that `meshwright explore` writes, embedded.
+becomes the page that `meshwright explore` writes, embedded. The same goes for movable figures (docs/figures.py).
 """
 
 import argparse
@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from docs import figures
 from docs.generate import run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +37,7 @@ EXPLORER = re.compile(r"<!-- explorer: (?P<words>.+?) -->")
 def places() -> dict[Path, Path]:
     """Where each file of the site comes from, and where it goes, from the folder of the site's sources."""
     targets = {path: path.relative_to(DOCS) for path in sorted(DOCS.glob("**/*")) if path.suffix in SHIPPED}
+    del targets[figures.FOLDER / "README.md"]  # for those who write figures
     targets |= {ROOT / name: Path(to) for name, to in ROOT_PAGES.items()}
     return {path: to.with_name("index.md") if to.name == "README.md" else to for path, to in targets.items()}
 
@@ -73,8 +75,8 @@ def explorer(words: str, here: Path) -> str:
 
 
 def embedded(text: str, here: Path) -> str:
-    """A page with its explorers in place of the comments that ask for them."""
-    return EXPLORER.sub(lambda match: explorer(match["words"], here), text)
+    """A page with its explorers and figures in place of the comments that ask for them."""
+    return figures.embedded(EXPLORER.sub(lambda match: explorer(match["words"], here), text), here)
 
 
 def gather() -> None:
