@@ -60,11 +60,14 @@ def page(name: str) -> str:
     library, drawing = (FOLDER / file for file in ("figure.js", f"{name}.js"))
     block = re.sub(r"<script src=.*", "", markup(name, ""))
     scheme = 'if (matchMedia("(prefers-color-scheme: dark)").matches) document.body.dataset.mdColorScheme = "slate";'
+    style = (
+        "html { font: 20px system-ui, sans-serif } body { margin: 8px } body[data-md-color-scheme] { background: #101216 }"
+        + (FOLDER / "figure.css").read_text(encoding="utf-8")
+    )
+    scripts = "\n".join((scheme, library.read_text(encoding="utf-8"), drawing.read_text(encoding="utf-8")))
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{name}</title><style>html {{ font: 20px system-ui, sans-serif }} body {{ margin: 8px }} body[data-md-color-scheme] {{ background: #101216 }}\n"
-        f"{(FOLDER / 'figure.css').read_text(encoding='utf-8')}</style><body>{block}"
-        f"<script>{scheme}\n{library.read_text(encoding='utf-8')}\n{drawing.read_text(encoding='utf-8')}</script>"
+        f"<title>{name}</title><style>{style}</style><body>{block}<script>{scripts}</script>"
     )
 
 
