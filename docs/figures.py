@@ -61,8 +61,8 @@ def page(name: str) -> str:
     block = re.sub(r"<script src=.*", "", markup(name, ""))
     scheme = 'if (matchMedia("(prefers-color-scheme: dark)").matches) document.body.dataset.mdColorScheme = "slate";'
     style = (
-        "html { font: 20px system-ui, sans-serif } body { margin: 8px } body[data-md-color-scheme] { background: #101216 }"
-        + (FOLDER / "figure.css").read_text(encoding="utf-8")
+        "html { font: 20px system-ui, sans-serif } body { margin: 8px }"
+        "body[data-md-color-scheme] { background: #101216 }" + (FOLDER / "figure.css").read_text(encoding="utf-8")
     )
     scripts = "\n".join((scheme, library.read_text(encoding="utf-8"), drawing.read_text(encoding="utf-8")))
     return (
