@@ -370,3 +370,29 @@ def test_an_argument_that_is_a_word_of_the_text_is_missed() -> None:
     call = {"function": {"name": "get", "arguments": json.dumps({"city": "get"})}}
     with pytest.raises(DataError, match="what a tool call of message 2 is given: 'get' is not in the rendered text"):
         rendered(NAMES_ALONE, [{"role": "user", "content": "get"}, {"role": "assistant", "tool_calls": [call]}])
+
+
+@pytest.mark.parametrize("marks", [True, False], ids=["marked", "plain"])
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_an_answer_that_is_cut_off_is_trained_to_its_last_character_and_no_end_follows(
+    name: str, marks: bool, data: st.DataObject
+) -> None:
+    messages = data.draw(conversations(system=name != "gemma"))
+    assume(messages[-1]["role"] == "assistant")
+    text, spans = theirs(TEMPLATES[name], messages)
+    words = messages[-1]["content"].strip()
+    assume(words)
+    end = text.rindex(words) + len(words)
+    source = TEMPLATES[name] if marks else unmarked(TEMPLATES[name])
+    (marked,) = rendered(source, {"messages": messages, "cut_off": True})
+    assert marked.text == text[:end]
+    assert list(marked.trained) == [*spans[:-1], (spans[-1][0], end)]
+
+
+def test_a_cut_off_row_whose_last_message_is_no_answer_is_malformed() -> None:
+    with pytest.raises(DataError, match="is marked as cut off"):
+        rendered(DEFAULT, {"messages": [*turns("a", "b"), {"role": "user", "content": "c"}], "cut_off": True})
+    with pytest.raises(DataError, match="'cut_off' is 'yes': write true"):
+        sample(("chat.jsonl:1", {"messages": turns("a", "b"), "cut_off": "yes"}))

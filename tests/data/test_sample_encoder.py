@@ -293,3 +293,11 @@ def test_the_template_of_the_tests_is_the_same_without_marks() -> None:
                 for template in (source, unmarked(source))
             ]
             assert both[0].text == both[1].text and not both[1].generated
+
+
+def test_a_completion_that_is_cut_off_has_no_end_of_text() -> None:
+    row = {"prompt": "Hel", "completion": "lo"}
+    ids, marks = only("gpt2", CHATML, row)
+    assert ids[-1] == library("gpt2").token_to_id("</s>")
+    assert only("gpt2", CHATML, {**row, "cut_off": False}) == (ids, marks)
+    assert only("gpt2", CHATML, {**row, "cut_off": True}) == (ids[:-1], marks[:-1])

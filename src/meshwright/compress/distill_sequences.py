@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.data import Tokenizer
-from meshwright.data.chat.samples import Continuation, Conversation, Preference, sample
+from meshwright.data.chat.samples import CUT_OFF, Continuation, Conversation, Preference, sample
 from meshwright.data.chat.template import ChatTemplate
 from meshwright.data.text.rows import Malformed, Row, json_array, jsonl, parquet, readable_location
 from meshwright.spec.errors import DataError, argument
@@ -35,11 +35,12 @@ class Question:
     text: str = ""
     """Prompt of a continuation."""
 
-    def row(self, answer: str) -> dict[str, Any]:
-        """Return the row in the form that `tune` reads."""
+    def row(self, answer: str, *, is_cut: bool = False) -> dict[str, Any]:
+        """Return the row in the form that `tune` reads. `is_cut`: the answer does not end."""
+        mark = {CUT_OFF: True} if is_cut else {}
         if self.messages:
-            return {"messages": [*map(dict, self.messages), {"role": "assistant", "content": answer}]}
-        return {"prompt": self.text, "completion": answer}
+            return {"messages": [*map(dict, self.messages), {"role": "assistant", "content": answer}], **mark}
+        return {"prompt": self.text, "completion": answer, **mark}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,8 @@ class AnswerSearch:
     """Answers per prompt. Beam search returns one."""
     max_new_tokens: int = 256
     seed: int = 0
+    keep_cut: bool = False
+    """Write answers that do not end within max_new_tokens, too, and mark their rows."""
 
     def __post_init__(self) -> None:
         for name in ("beams", "samples", "max_new_tokens"):
@@ -75,7 +78,9 @@ class WrittenAnswers:
 
     written: int
     left_out: int
-    """Answers that were empty or did not end within max_new_tokens. Students would learn from them never to end."""
+    """Answers that were empty, or did not end within max_new_tokens and were not wanted (`keep_cut`)."""
+    cut: int = 0
+    """Written answers that do not end. Their rows are marked, so that students do not learn to end there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,35 +108,38 @@ class Answerer:
         if out.exists():
             raise DataError(f"{out} is there already: name another file")
         # The file is named by the process, so two writers never share one.
-        fresh, written, left_out = out.with_name(f".{out.name}.{os.getpid()}"), 0, 0
+        fresh, written, left_out, cut = out.with_name(f".{out.name}.{os.getpid()}"), 0, 0, 0
         try:
             with fresh.open("w", encoding="utf-8") as file:
                 asked = islice(questions, limit) if limit else questions
                 while batch := list(islice(asked, AT_ONCE)):
                     for question, prompt, generation in self._answered(batch, how, written + left_out):
-                        answer = self._ended(prompt, generation)
-                        # An answer that was cut off would teach the student not to end.
-                        if not answer.strip():
+                        answer, is_cut = self._text(prompt, generation)
+                        # Without a mark, an answer that was cut off would teach the student to end there.
+                        if not answer.strip() or (is_cut and not how.keep_cut):
                             left_out += 1
                             continue
-                        file.write(json.dumps(question.row(answer), ensure_ascii=False) + "\n")
+                        file.write(json.dumps(question.row(answer, is_cut=is_cut), ensure_ascii=False) + "\n")
                         written += 1
+                        cut += is_cut
             if not written:
                 raise DataError(
                     f"none of {left_out} answers has text and ends within "
-                    f"{argument('max_new_tokens', how.max_new_tokens)}: raise it, or take a teacher that was tuned "
-                    "on answers"
+                    f"{argument('max_new_tokens', how.max_new_tokens)}: raise it, keep what there is with "
+                    f"{argument('keep_cut', True)}, or take a teacher that was tuned on answers"
                 )
             fresh.replace(out)
         finally:
             with suppress(OSError):
                 fresh.unlink(missing_ok=True)
-        return WrittenAnswers(written=written, left_out=left_out)
+        return WrittenAnswers(written=written, left_out=left_out, cut=cut)
 
-    def _ended(self, prompt: Sequence[int], generation: "Generation") -> str:
-        """Return the text of an answer that ended, or an empty string."""
-        ended = bool(generation.ids) and generation.ids[-1] in self.stop_ids
-        return self.tokenizer.continuation_text(prompt, generation.ids[:-1]) if ended else ""
+    def _text(self, prompt: Sequence[int], generation: "Generation") -> tuple[str, bool]:
+        """Return the text of an answer, and whether it stops at the limit."""
+        ends = bool(generation.ids) and generation.ids[-1] in self.stop_ids
+        text = self.tokenizer.continuation_text(prompt, generation.ids[:-1] if ends else generation.ids)
+        # The limit may fall inside of a character.
+        return (text, False) if ends else (text.rstrip("\N{REPLACEMENT CHARACTER}"), True)
 
     def _answered(
         self, batch: Sequence[Question], how: AnswerSearch, before: int

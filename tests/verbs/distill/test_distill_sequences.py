@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshwright.compress.distill_sequences import AnswerSearch, questions
-from meshwright.data.chat.samples import Conversation, sample
+from meshwright.data.chat.samples import Continuation, Conversation, sample
 from meshwright.spec.errors import ArgumentError, DataError
 from meshwright.verbs.distill.answer import write_answers
 from meshwright.verbs.main import main
@@ -58,6 +58,25 @@ def test_what_does_not_end_is_left_out(teacher: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="none of 1 answers has text and ends within max_new_tokens=1"):
         write_answers(teacher, asked, tmp_path / "out.jsonl", max_new_tokens=1)
     assert not (tmp_path / "out.jsonl").exists() and not list(tmp_path.glob(".out*"))
+
+
+def test_what_does_not_end_is_kept_and_marked_if_asked(
+    teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, out = write(tmp_path / "asked.jsonl", CHAT, {"prompt": "3 times"}), tmp_path / "out.jsonl"
+    words = ["distill", "--teacher", str(teacher), "--prompts", str(asked), "--sequences", str(out)]
+    assert main([*words, "--max-new-tokens", "2", "--keep-cut"]) == 0
+    assert "2 of them stop at 2 tokens, and teach no end" in capsys.readouterr().out
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    parsed = [sample((f"out:{number}", row)) for number, row in enumerate(rows)]
+    assert all(isinstance(row, Conversation | Continuation) and row.is_cut for row in parsed)
+    # The tokens that are there are those of a longer answer.
+    whole = tmp_path / "whole.jsonl"
+    write_answers(teacher, asked, whole, max_new_tokens=40, keep_cut=True)
+    longer = [json.loads(line)["completion"] for line in whole.read_text().splitlines()[1:]]
+    assert longer[0].startswith(rows[1]["completion"]) and len(longer[0]) > len(rows[1]["completion"])
+    assert main(["distill", "--teacher", str(teacher), "--keep-cut"]) == 2
+    assert "--keep-cut is for a teacher's answers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", [{"beams": 2, "temperature": 0.5}, {"samples": 2}, {"max_new_tokens": 0}], ids=str)

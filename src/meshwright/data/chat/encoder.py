@@ -177,17 +177,19 @@ class _RowEncoder:
             ids += part_ids
             marks += bytes(by_character[begin + start] for start in starts)
         if not marked.ends:
-            self._add_ends(marked.text, ids, marks)
+            self._add_ends(marked, ids, marks)
         self._check_ends(ids, marks)
         return self._store_ids(ids, bytes(marks))
 
-    def _add_ends(self, text: str, ids: list[int], marks: bytearray) -> None:
-        """Add the tokens that begin and end a text, unless it has them, perhaps before a line end."""
+    def _add_ends(self, marked: Marked, ids: list[int], marks: bytearray) -> None:
+        """Add the tokens that begin and end a text, unless it has them, perhaps before a line end, or is cut."""
         before, eos = list(self._settings.begins), self._settings.eos
         if ids[: len(before)] != before:
             ids[:0] = before
             marks[:0] = bytes(len(before))
-        if eos is not None and not text.rstrip().endswith(self._tokenizer.id_to_token(eos) or "\0"):
+        if marked.is_cut or eos is None:
+            return
+        if not marked.text.rstrip().endswith(self._tokenizer.id_to_token(eos) or "\0"):
             ids.append(eos)
             marks.append(TRAINED)
 

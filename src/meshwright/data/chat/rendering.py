@@ -15,7 +15,7 @@ it.
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from importlib import resources
 from itertools import takewhile
@@ -44,7 +44,9 @@ class Marked:
     roles: tuple[tuple[Span, str], ...] = ()
     """(span, role). Where two overlap, the later one counts."""
     ends: bool = True
-    """The template ends the text. Others get an end-of-text token."""
+    """The template ends the text. Others get an end-of-text token, unless they are cut."""
+    is_cut: bool = False
+    """The text stops at a limit: nothing that ends it may be added."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +64,31 @@ def render_continuation(sample: Continuation, policy: Policy) -> Marked:
     """Return a prompt and its completion as one text."""
     border = 0 if policy.train_on == "all" else len(sample.prompt)
     text = sample.prompt + sample.completion
-    return Marked(text=text, trained=((border, len(text)),), ends=False)
+    return Marked(text=text, trained=((border, len(text)),), ends=False, is_cut=sample.is_cut)
 
 
 def render_conversation(sample: Conversation, template: ChatTemplate, policy: Policy) -> list[Marked]:
     """Return the rendered conversation, or one text per answer. Raises DataError if the template drops content."""
+    marked = _render_complete(sample, template, policy)
+    return [*marked[:-1], _without_end(marked[-1], sample.messages[-1])] if sample.is_cut and marked else marked
+
+
+def _without_end(marked: Marked, answer: Message) -> Marked:
+    """Return a text that stops with the last characters of its answer, so that no end of turn is trained."""
+    content = answer.get("content")
+    words = content.strip() if isinstance(content, str) and role_of(answer) == "assistant" else ""
+    end = marked.text.rfind(words) + len(words)
+    if not words or end < len(words):
+        raise MalformedRowError(
+            "the last answer is marked as cut off, and the chat template does not write its text as it is: "
+            "remove the row, or take another data.template"
+        )
+    trained = tuple((begin, min(until, end)) for begin, until in marked.trained if begin < end)
+    roles = tuple(((begin, min(until, end)), role) for (begin, until), role in marked.roles if begin < end)
+    return replace(marked, text=marked.text[:end], trained=trained, roles=roles, is_cut=True)
+
+
+def _render_complete(sample: Conversation, template: ChatTemplate, policy: Policy) -> list[Marked]:
     template = template.with_tools if sample.tools else template
     messages = [template.joined(message) for message in sample.messages]
     messages = [_remove_thoughts(message) for message in messages] if policy.thinking == "drop" else messages

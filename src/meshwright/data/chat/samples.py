@@ -8,6 +8,8 @@ input_ids [+ labels]          token ids
 instruction [+ input] + output [+ system]     the alpaca columns
 conversations [+ system, tools]               the sharegpt columns
 
+Each form of text takes `cut_off: true` beside these: its last answer stops at a limit, before it ends.
+
 Tool calls get the form that templates of today read: their newer names, and no padding nulls. `function_call` turns of
 sharegpt files hold JSON (LLaMA-Factory, `data/formatter.py`). OpenAI's `function_call` of a message, since replaced by
 `tool_calls`, holds one call, which the role `function` answers.
@@ -22,7 +24,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -30,6 +32,8 @@ from meshwright.data.text.rows import Malformed, Row, readable_location
 from meshwright.spec.errors import DataError
 
 CALL = "function_call"
+CUT_OFF = "cut_off"
+"""Column of rows whose last answer stops at a limit, so that no end is trained behind it."""
 THOUGHT = re.compile(r"\s*(<think>.*?</think>)\s*", re.DOTALL)
 _AS_IT_IS = ("arguments", "enum")
 """Fields of messages and tools in which a null has a meaning."""
@@ -139,6 +143,8 @@ class Conversation:
     prompt: int = 0
     """Number of turns at the beginning that form a prompt, which is never trained. 0 = unknown."""
     tools: tuple[Mapping[str, Any], ...] | None = None
+    is_cut: bool = False
+    """The last answer stops at a limit, before it ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +154,8 @@ class Continuation:
     prompt: str
     """Empty = the whole text is trained."""
     completion: str
+    is_cut: bool = False
+    """The completion stops at a limit, before it ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,11 +189,21 @@ def sample(row: Row) -> Sample:
     if isinstance(fields, Malformed):
         raise DataError(fields.complaint)
     present = {name: field for name, field in fields.items() if field is not None}
-    for needed, _, make in _FORMS:
+    for needed, optional, make in _FORMS:
         if needed <= present.keys():
-            return make(present, readable_location(where))
+            parsed = make(present, readable_location(where))
+            if CUT_OFF not in optional or not isinstance(parsed, Conversation | Continuation):
+                return parsed
+            return replace(parsed, is_cut=_is_cut(present, readable_location(where)))
     forms = "; ".join(" + ".join(sorted(needed)) for needed, _, _ in _FORMS)
     raise DataError(f"{readable_location(where)}: the columns ({_columns(fields) or 'no fields'}) are none of: {forms}")
+
+
+def _is_cut(row: Mapping[str, Any], where: str) -> bool:
+    flag = row.get(CUT_OFF, False)
+    if flag not in (True, False):
+        raise DataError(f"{where}: {CUT_OFF!r} is {flag!r}: write true for an answer that stops at a limit, else false")
+    return bool(flag)
 
 
 def is_sample(row: Row) -> bool:
@@ -439,11 +457,11 @@ def _text_part(part: Any, what: str) -> str:
 
 _FORMS: tuple[tuple[frozenset[str], frozenset[str], Callable[[Mapping[str, Any], str], Sample]], ...] = (
     (frozenset({"chosen", "rejected"}), frozenset({"prompt", "tools"}), _preference),
-    (frozenset({"messages"}), frozenset({"tools"}), _conversation),
-    (frozenset({"conversations"}), frozenset({"system", "tools"}), _sharegpt),
-    (frozenset({"prompt", "completion"}), frozenset({"tools"}), _prompt_completion),
-    (frozenset({"instruction", "output"}), frozenset({"input", "system"}), _alpaca),
+    (frozenset({"messages"}), frozenset({"tools", CUT_OFF}), _conversation),
+    (frozenset({"conversations"}), frozenset({"system", "tools", CUT_OFF}), _sharegpt),
+    (frozenset({"prompt", "completion"}), frozenset({"tools", CUT_OFF}), _prompt_completion),
+    (frozenset({"instruction", "output"}), frozenset({"input", "system", CUT_OFF}), _alpaca),
     (frozenset({"input_ids"}), frozenset({"labels"}), _token_ids),
-    (frozenset({"text"}), frozenset(), _plain_text),
+    (frozenset({"text"}), frozenset({CUT_OFF}), _plain_text),
 )
 """(required columns, optional columns, reader). The first form that fits counts."""

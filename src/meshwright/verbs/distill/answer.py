@@ -165,12 +165,13 @@ def _check_student(student: str) -> None:
 def write_answers(
     teacher: str | Path, prompts: str | Path, out: str | Path, *, beams: int = 1, temperature: float = 0.0,
     samples: int = 1, max_new_tokens: int = 256, seed: int = 0, limit: int = 0, dtype: str | None = None,
+    keep_cut: bool = False,
 ) -> "WrittenAnswers":  # fmt: skip
     """Write a file of a teacher's answers to prompts, to tune a student on (sequence-level distillation).
 
     `beams`: above 1, search for the likeliest answer, else sample; temperature 0 = greedy. `samples`: answers per
-    prompt. `limit`: most prompts, 0 = all. Answers that do not end, or are empty, are left out. Raises DataError,
-    RunError.
+    prompt. `limit`: most prompts, 0 = all. Answers that do not end, or are empty, are left out; with `keep_cut` those
+    that do not end are written, and marked. Raises DataError, RunError.
     """
     from meshwright.compress.distill_sequences import Answerer, AnswerSearch, questions
     from meshwright.interface.trained.opening import load
@@ -178,7 +179,8 @@ def write_answers(
     from meshwright.serving.engine.answers.request_options import RequestOptions
 
     how = AnswerSearch(
-        beams=beams, temperature=temperature, samples=samples, max_new_tokens=max_new_tokens, seed=seed
+        beams=beams, temperature=temperature, samples=samples, max_new_tokens=max_new_tokens, seed=seed,
+        keep_cut=keep_cut,
     )  # fmt: skip
     asked = questions(Path(prompts))
     check_new_file(Path(out))

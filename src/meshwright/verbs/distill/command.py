@@ -34,6 +34,9 @@ def distill(
     temperature: Annotated[float, typer.Option("--temperature", help="Of sampled answers; 0 = greedy.")] = 0.0,
     samples: Annotated[int, typer.Option("--samples", help="Sampled answers per prompt.")] = 1,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Leave out answers longer than this.")] = 256,
+    keep_cut: Annotated[
+        bool, typer.Option("--keep-cut", help="Keep answers that are longer, up to there: no end is trained.")
+    ] = False,
     tensorboard: TensorBoard = False,
     wandb: WandB = False,
     hang_after: HangAfter = None,
@@ -65,14 +68,16 @@ def distill(
         questions(prompts)
         written = write_answers(
             teacher, prompts, sequences, beams=beams, temperature=temperature, samples=samples,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=max_new_tokens, keep_cut=keep_cut,
         )  # fmt: skip
-        left_out = f"; {written.left_out:,} that did not end, or are empty, are left out" if written.left_out else ""
-        print(f"{sequences}: {written.written:,} answers of {teacher}{left_out}")
+        cut = f"; {written.cut:,} of them stop at {max_new_tokens} tokens, and teach no end" if written.cut else ""
+        why = "are empty" if keep_cut else "did not end, or are empty,"
+        left_out = f"; {written.left_out:,} that {why} are left out" if written.left_out else ""
+        print(f"{sequences}: {written.written:,} answers of {teacher}{cut}{left_out}")
         return
     for name, asked, default in (
         ("prompts", prompts, None), ("beams", beams, 1), ("temperature", temperature, 0.0), ("samples", samples, 1),
-        ("max-new-tokens", max_new_tokens, 256),
+        ("max-new-tokens", max_new_tokens, 256), ("keep-cut", keep_cut, False),
     ):  # fmt: skip
         if asked != default:
             raise PlanError(f"--{name} is for a teacher's answers: add --sequences OUT.jsonl, or leave it out")
