@@ -210,6 +210,9 @@ def _unreadable(model: QuantizedModel) -> str:
 
 
 def _unsupported(scheme: Scheme) -> str:
+    if scheme.activations == "int8" and not scheme.symmetric_by_token:
+        others = f"{argument('scheme', 'int8')} or {NATIVE}"
+        return f"{scheme.name}: its activations have a scale for each token, and neither side has zeros; take {others}"
     if scheme.codes == "nf4" or (scheme.codes == "integer" and scheme.bits == 8 and scheme.outliers != "calibrated"):
         return ""
     if scheme.outliers == "calibrated":

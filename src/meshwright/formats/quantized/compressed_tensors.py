@@ -187,6 +187,8 @@ def _unsupported(scheme: Scheme) -> str:
         return "it has no place for columns in 16 bit"
     if scheme.codes == "nf4":
         return "it has no normal floats"
+    if scheme.activations == "int8" and not scheme.symmetric_by_token:
+        return "its activations have a scale for each token, and neither side has zeros"
     if scheme.zeros == "real":
         return "its zeros must be whole numbers"
     return ""

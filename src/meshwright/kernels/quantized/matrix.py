@@ -1,6 +1,7 @@
 """A matrix, or a stack of them, as codes and scales: one representation for every device, file and method.
 
-    codes    (..., N, K) int8 or e4m3; fewer bits: bytes (..., N, ceil(K bits / 8)), the first code in the lowest bits
+    codes    (..., N, K) int8, with zeros uint8, or e4m3
+             fewer bits: bytes (..., N, ceil(K bits / 8)), the first code in the lowest bits
     scales   (..., N, groups); doubled ones are codes, with outer (..., ceil(N groups / 256)) and offset (..., 1)
     zeros    Z, whole ones as bytes (..., N, ceil(groups bits / 8)), real ones (..., N, groups); None = a fixed one
     columns  (O,) int32: inputs whose weights stay unquantized (..., N, O); their codes are those of zero
@@ -101,6 +102,10 @@ class QuantizedMatrix:
         """Return codes (..., N, K), one an element."""
         codes = unpack(self.codes, self.scheme.bits, self.width) if self.scheme.packed else self.codes
         return codes[..., self.before :]
+
+    def centred(self, codes: Tensor) -> Tensor:
+        """Return 8-bit codes (N, ...) of this matrix less their zeros, fp32: whole numbers within -255 .. 255."""
+        return codes.float() if self.zeros is None else codes.float() - self.every_zero()
 
     @property
     def width(self) -> int:

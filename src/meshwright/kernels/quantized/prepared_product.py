@@ -228,6 +228,8 @@ def _can_join_int8(matrices: Sequence[QuantizedMatrix]) -> bool:
     first = matrices[0].columns
     if any(matrix.scheme.outliers == "threshold" or matrix.size_in >= INT8_INPUTS for matrix in matrices):
         return False
+    if not all(matrix.scheme.symmetric_by_token for matrix in matrices):
+        return False
     if not integers.has_int8_product():
         return False
     if first is None or matrices[0].unquantized is None:

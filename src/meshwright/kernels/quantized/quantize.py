@@ -91,21 +91,38 @@ def coded(
 ) -> QuantizedMatrix:
     """Quantize numbers that are known to be finite, without waiting for the device."""
     columns = columns if columns is not None and len(columns) else None
-    matrix = joined([_quantized(part, scheme, columns, columns_dtype) for part in in_pieces(weight.detach())])
+    pieces = in_pieces(weight.detach())
+    whole = None
+    if scheme.weight_share == "tensor":
+        peaks = [extremes(grouped(_filled(piece, columns), scheme.group), scheme).amax(-2) for piece in pieces]
+        whole = torch.stack(peaks).amax(0).unsqueeze(-2)
+    matrix = joined([_quantized(piece, scheme, columns, columns_dtype, whole) for piece in pieces])
     # Scales are quantized after all pieces: their mean and their runs go over the whole matrix.
     if scheme.scales == "double":
         matrix.scales, matrix.outer, matrix.offset = doubled(matrix.scales)
     return replace(matrix, scheme=scheme)
 
 
-def _quantized(weight: Tensor, scheme: Scheme, columns: Tensor | None, dtype: torch.dtype) -> QuantizedMatrix:
-    """Quantize rows (..., R, K), which do not depend on others. Scales that will be codes are still fp32."""
+def _filled(weight: Tensor, columns: Tensor | None) -> Tensor:
+    """Return rows (..., R, K) in fp32, with zeros in the columns that are not rounded."""
+    wide = weight.float()
+    return wide if columns is None else wide.index_fill(-1, columns.long(), 0.0)
+
+
+def _quantized(
+    weight: Tensor, scheme: Scheme, columns: Tensor | None, dtype: torch.dtype, whole: Tensor | None
+) -> QuantizedMatrix:
+    """Quantize rows (..., R, K). Scales that will be codes are still fp32.
+
+    whole: Extremes (sides, ..., 1, 1) of a matrix that has one scale, which each row repeats. None = of each row.
+    """
     plain = replace(scheme, scales="float32") if scheme.scales == "double" else scheme
-    wide, unquantized = weight.float(), None
-    if columns is not None:
-        unquantized = weight[..., columns.long()].to(dtype).contiguous()
-        wide = wide.index_fill(-1, columns.long(), 0.0)
-    scales, zeros = scales_of(wide, plain)
+    wide = _filled(weight, columns)
+    unquantized = None if columns is None else weight[..., columns.long()].to(dtype).contiguous()
+    if whole is None:
+        scales, zeros = scales_of(wide, plain)
+    else:
+        scales, zeros = grid_of(whole.expand(-1, *wide.shape[:-1], 1).contiguous(), plain)
     return assembled(plain, nearest(plain, wide, scales, zeros), scales, zeros, columns, unquantized)
 
 

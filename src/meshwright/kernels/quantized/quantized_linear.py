@@ -29,9 +29,10 @@ from meshwright.kernels.linear import cpu_product
 from meshwright.kernels.linear.linear import input_gradient, product_dtype, products
 from meshwright.kernels.quantized import device_products
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
-from meshwright.kernels.quantized.rounding import absmax_scale, highest, quantize
+from meshwright.kernels.quantized.rounding import absmax, absmax_scale, highest, quantize, zero_point
+from meshwright.spec.model.quantization_schemes import Scheme
 
-INT8_INPUTS = 2**31 // 127**2
+INT8_INPUTS = 2**31 // 128**2
 """Inputs for which sums of 8-bit products cannot overflow 32 bits."""
 CODE_ROWS, CODE_ROWS_BESIDE_FP32 = 8, 24
 """Rows up to which compiled loops multiply codes faster than a CPU multiplies a restored copy: 16 bits, fp32."""
@@ -54,9 +55,10 @@ def quantized_linears_reference(
     for matrix, bias in zip(matrices, biases, strict=True):
         if matrix.scheme.activations == "int8":
             columns, column_weights = outliers(rows, matrix)
-            codes, scales = row_codes(rows, columns)
+            codes, scales, zeros = activation_codes(rows, matrix.scheme, columns)
+            centred = codes if zeros is None else codes - zeros
             # Exact: fp64 holds whole numbers to 2^53.
-            summed = codes.double() @ matrix.codes.double().t()
+            summed = centred.double() @ matrix.centred(matrix.codes).double().t()
             y = summed.float() * matrix.scales.float().view(-1) * scales
             y = y if columns is None else y + rows[:, columns].float() @ column_weights.float().t()
             y = y if bias is None else y + bias.float()
@@ -79,6 +81,21 @@ def row_codes(rows: Tensor, without: Tensor | None = None) -> tuple[Tensor, Tens
     return quantize(wide, scales, 0.0, -highest(8), highest(8)), scales
 
 
+def activation_codes(
+    rows: Tensor, scheme: Scheme, without: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Round rows (M, K) to whole numbers as a scheme does; columns `without` to zero, which is exact.
+
+    Returns codes (M, K) fp32, scales and zeros, (M, 1) or, if all tokens share them, (1, 1). No zeros: codes are within
+    -127 .. 127. With zeros they are within 0 .. 255.
+    """
+    if scheme.symmetric_by_token or not len(rows):
+        return *row_codes(rows, without), None
+    wide = rows.float() if without is None else rows.float().index_fill(1, without.long(), 0.0)
+    rounded = (zero_point if scheme.activation_zeros else absmax)(wide, 8, scheme.activation_share)
+    return rounded.codes.float(), rounded.scale, rounded.zero if scheme.activation_zeros else None
+
+
 def outliers(rows: Tensor, matrix: QuantizedMatrix) -> tuple[Tensor | None, Tensor]:
     """Return the columns (O,) that are multiplied separately, None = none, and their weights (N, O)."""
     if matrix.scheme.outliers == "threshold":
@@ -86,7 +103,9 @@ def outliers(rows: Tensor, matrix: QuantizedMatrix) -> tuple[Tensor | None, Tens
         if compat.is_fake(rows):
             return None, rows
         columns = (rows.abs() > matrix.scheme.threshold).any(0).nonzero().squeeze(1)
-        return (columns, matrix.codes[:, columns].float() * matrix.scales.float()) if len(columns) else (None, rows)
+        if not len(columns):
+            return None, rows
+        return columns, matrix.centred(matrix.codes[:, columns]) * matrix.scales.float()
     if matrix.columns is None or matrix.unquantized is None:
         return None, rows
     return matrix.columns, matrix.unquantized
@@ -135,15 +154,24 @@ def _int8_linear(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, con
     """Multiply in int8. `converted`: converted rows of earlier matrices, by the columns that are left out."""
     assert matrix.size_in < INT8_INPUTS
     columns, column_weights = outliers(rows, matrix)
-    key = "all" if columns is None else "threshold" if matrix.columns is None else _column_key(matrix)
-    if device_products.takes_int8(rows, matrix):
+    scheme = matrix.scheme
+    key: Any = "all" if columns is None else "threshold" if matrix.columns is None else _column_key(matrix)
+    # Read from fields: a property would be one call more for each product of a decoded token.
+    symmetric = matrix.zeros is None and scheme.activation_share == "row" and not scheme.activation_zeros
+    if symmetric and device_products.takes_int8(rows, matrix):
         return device_products.int8(rows, matrix, columns, column_weights, bias, key, converted)
+    key = key, scheme.activation_share, scheme.activation_zeros
     if key not in converted:
-        codes, scales = row_codes(rows, columns)
+        codes, scales, zeros = activation_codes(rows, scheme, columns)
         # oneDNN takes unsigned rows: 128 is their zero point.
-        converted[key] = codes.add_(128.0).to(torch.uint8) if _uses_onednn(rows) else codes, scales
-    codes, scales = converted[key]
-    y = _int8_product(codes, matrix).mul_(scales)
+        if _uses_onednn(rows):
+            codes = (codes.add_(128.0) if zeros is None else codes).to(torch.uint8)
+        converted[key] = codes, scales, zeros
+    codes, scales, zeros = converted[key]
+    if zeros is None and matrix.zeros is None:
+        y = _int8_product(codes, matrix).mul_(scales)
+    else:
+        y = _zero_point_product(codes, zeros, matrix).mul_(scales)
     if columns is not None:
         y = y.add_(_outlier_product(rows[:, columns], column_weights, matrix))
     return y if bias is None else y.add_(bias)
@@ -190,6 +218,33 @@ def _int8_product(codes: Tensor, matrix: QuantizedMatrix) -> Tensor:
         if matrix.keeps_copies:
             matrix.prepared["onednn"] = packed
     return integers.int8_product(codes, *packed)
+
+
+def _zero_point_product(codes: Tensor, zeros: Tensor | None, matrix: QuantizedMatrix) -> Tensor:
+    """Multiply codes of rows less their zeros by those of the matrix, times its scales. Returns (M, N) fp32.
+
+    The product of codes is exact, and so are the sums that zeros need (kernels/quantized/rounding.py, product).
+    oneDNN returns its sums in fp32, which rounds those above 2^24.
+    """
+    scales, inputs = matrix.scales.float().view(-1), matrix.size_in
+    if not _uses_onednn(codes) or compat.is_fake(codes):
+        offset = 128.0 if _uses_onednn(codes) and zeros is None else 0.0 if zeros is None else zeros.double()
+        return ((codes.double() - offset) @ matrix.centred(matrix.codes).double().t()).float() * scales
+    parts = matrix.prepared.get("onednn zeros")
+    if parts is None:
+        # Codes with zeros count from 0. Less 128 they are signed, as oneDNN takes them, and so are their zeros.
+        shift = 0 if matrix.zeros is None else 128
+        signed = (matrix.codes.short() - shift).to(torch.int8)
+        whole = torch.zeros(matrix.size_out, dtype=torch.int64)
+        weight_zeros = (matrix.every_zero().double() - shift).view(1, -1)
+        parts = integers.pack_int8(signed), torch.ones_like(scales), whole, signed.double().sum(1), weight_zeros
+        if matrix.keeps_copies:
+            matrix.prepared["onednn zeros"] = parts
+    packed, ones, whole, sums_of_outputs, weight_zeros = parts
+    row_zeros = 0.0 if zeros is None else zeros.double() - 128.0
+    sums_of_rows = codes.double().sum(1, keepdim=True) - 128.0 * inputs
+    sums = integers.int8_product(codes, packed, ones, whole).double() - row_zeros * sums_of_outputs
+    return (sums - weight_zeros * sums_of_rows + inputs * row_zeros * weight_zeros).float() * scales
 
 
 def _weight_only_linear(

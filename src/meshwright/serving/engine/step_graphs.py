@@ -187,6 +187,8 @@ def reason_without(model: Transformer, cache: PagedCache, ranks: int) -> str:
     coded = [weight_module for weight_module in model.modules() if isinstance(weight_module, QuantizedWeight)]
     if any(weight_module.scheme.outliers == "threshold" for weight_module in coded):
         return "which columns of a step are outliers is read from the device"
+    if any(weight_module.scheme.activation_share == "tensor" for weight_module in coded):
+        return "all rows of a step share a scale, and those that fill up a graph would count for it"
     if any(len(weight_module.size) > 2 for weight_module in coded):
         return "products of quantized experts wait for the lengths of their runs"
     if model.shape.moe and not counts_stay(model.shape, model.kernels, weight.device, weight.dtype):

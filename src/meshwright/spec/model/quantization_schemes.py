@@ -30,6 +30,8 @@ CALIBRATED = ("gptq", "awq", "awq-gptq", "smooth")
 Zeros = Literal["fixed", "whole", "real"]
 Activations = Literal["same", "int8", "fp8"]
 Outliers = Literal["none", "calibrated", "threshold"]
+Sharing = Literal["row", "tensor"]
+"""Numbers that share a scale: those of a row, which is an output of weights and a token of activations, or all."""
 Size = tuple[tuple[int, ...], str]
 """Dims of a tensor, and the name of its dtype in torch."""
 WIDTHS = {"uint8": 1, "int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
@@ -98,6 +100,13 @@ class Scheme:
     codes themselves, with one scale per DOUBLED of them and one offset (double quantization, arXiv:2305.14314)."""
     activations: Activations = "same"
     """Rounding of a product's input, with a scale per token. `same` = none."""
+    weight_share: Sharing = "row"
+    """Weights that share a scale, beside `group`. One of a whole matrix is stored for each output, so that every file
+    and every product reads it like those of rows."""
+    activation_share: Sharing = "row"
+    """Rounded activations that share a scale. With `tensor`, a token's answer depends on the others in its batch."""
+    activation_zeros: bool = False
+    """Rounded activations have a whole Z with each scale, so that codes cover exactly their range."""
     outliers: Outliers = "none"
     """Columns that stay in 16 bits: none, a set calibrated on text, or those above `threshold` in the current batch, as
     in the paper (Dettmers et al. 2022, arXiv:2208.07339)."""
@@ -114,8 +123,12 @@ class Scheme:
         if self.bits not in BITS or self.bits != {"integer": self.bits, "e4m3": 8}.get(self.codes, 4):
             widths = ", ".join(map(str, BITS))
             raise PlanError(f"bits={self.bits} is not supported: take one of {widths}; nf4 has 4, as fp4, and e4m3 8")
-        if self.zeros != "fixed" and (self.bits == 8 or self.codes != "integer"):
+        if self.zeros != "fixed" and ((self.bits == 8 and not self.zero_point) or self.codes != "integer"):
             raise PlanError(f"zeros={self.zeros} are for whole numbers of fewer than 8 bits: zeros=fixed")
+        if self.activations != "int8" and (
+            self.activation_zeros or "tensor" in (self.weight_share, self.activation_share)
+        ):
+            raise PlanError("zeros of activations, and scales of a tensor, are for activations=int8")
         if self.activations != "same" and (self.group or self.bits < 8):
             raise PlanError(
                 f"activations={self.activations} need 8-bit weights with a scale for each output: "
@@ -155,6 +168,21 @@ class Scheme:
         return self.bits < 8
 
     @property
+    def symmetric_by_token(self) -> bool:
+        """Rounded rows have a scale for each token, and neither side has zeros: the form of the fast products."""
+        return self.activation_share == "row" and not self.activation_zeros and self.zeros == "fixed"
+
+    @property
+    def vector_wise(self) -> bool:
+        """Weights have a scale for each output, too."""
+        return self.symmetric_by_token and self.weight_share == "row"
+
+    @property
+    def zero_point(self) -> bool:
+        """Rounded activations or their weights have zeros."""
+        return self.activation_zeros or (self.activations == "int8" and self.zeros == "whole")
+
+    @property
     def trains_beside(self) -> bool:
         """Adapters can be trained beside such weights.
 
@@ -166,6 +194,7 @@ class Scheme:
             return False
         plain = self.activations == "same" and self.outliers == "none"
         rounded = self.activations == "int8" and self.outliers == "threshold" and self.scales == "float32"
+        rounded = rounded and self.vector_wise
         return plain or (rounded and self.threshold == PUBLISHED_THRESHOLD)
 
     def groups(self, columns: int) -> int:
@@ -179,7 +208,7 @@ class Scheme:
         used. `outlier_columns` is the number of columns that stay plain numbers, which are not included.
         """
         lead, groups = tuple(stack), self.groups(columns)
-        dtype = "uint8" if self.packed else "float8_e4m3fn" if self.codes == "e4m3" else "int8"
+        dtype = "uint8" if self.packed or self.zeros != "fixed" else "float8_e4m3fn" if self.codes == "e4m3" else "int8"
         sizes: dict[str, Size] = {
             "codes": ((*lead, rows, _bytes(columns, self.bits)), dtype),
             "scales": ((*lead, rows, groups), "uint8" if self.scales == "double" else self.scales),
@@ -212,16 +241,47 @@ def _bytes(count: int, bits: int) -> int:
     return -(-count * bits // 8)
 
 
+def _eight_bits(
+    name: str, about: str, *, weights: Sharing = "row", activations: Sharing = "row", zero_point: bool = False,
+    outliers: Outliers = "none", max_kl: float = 0.05,
+) -> Scheme:  # fmt: skip
+    """Return a scheme of 8-bit weights and activations: granularity of both, zeros, and columns that stay in 16 bits.
+
+    These are the methods of table 1 of Dettmers et al. 2022 (arXiv:2208.07339).
+    """
+    return Scheme(
+        name=name, about=about, bits=8, activations="int8", weight_share=weights, activation_share=activations,
+        zeros="whole" if zero_point else "fixed", activation_zeros=zero_point, outliers=outliers, max_kl=max_kl,
+        method="zero-point" if zero_point else "absmax", expected_kl=(1e-5, max_kl / 10),
+    )  # fmt: skip
+
+
 SCHEMES: Mapping[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
-        Scheme(
-            name="int8", bits=8, activations="int8", expected_kl=(1e-5, 5e-3), max_kl=0.05,
-            about="8-bit weights and activations, a scale for each output and each token (vector-wise)",
+        _eight_bits("int8", "8-bit weights and activations, a scale for each output and each token (vector-wise)"),
+        _eight_bits(
+            "llm-int8", "the same, with columns of outlier activations in 16 bit (LLM.int8())", outliers="calibrated",
+            max_kl=0.02,
         ),
-        Scheme(
-            name="llm-int8", bits=8, activations="int8", outliers="calibrated", expected_kl=(1e-5, 2e-3), max_kl=0.02,
-            about="the same, with columns of outlier activations in 16 bit (LLM.int8())",
+        _eight_bits(
+            "int8-tensor", "`int8` with one scale for a matrix and one for its inputs (absmax per tensor)",
+            weights="tensor", activations="tensor", max_kl=0.2,
+        ),
+        _eight_bits(
+            "int8-zeropoint", "the same with zeros, which let codes cover a one-sided range (zero-point per tensor)",
+            weights="tensor", activations="tensor", zero_point=True, max_kl=0.2,
+        ),
+        _eight_bits("int8-row", "one scale for a matrix, and one for each token (row-wise)", weights="tensor"),
+        _eight_bits(
+            "int8-vector-zeropoint", "`int8` with zeros on both sides (zero-point vector-wise)", zero_point=True,
+        ),
+        _eight_bits(
+            "llm-int8-row", "`int8-row` with outlier columns in 16 bit", weights="tensor", outliers="calibrated",
+        ),
+        _eight_bits(
+            "llm-int8-zeropoint", "`llm-int8` with zeros on both sides", zero_point=True, outliers="calibrated",
+            max_kl=0.02,
         ),
         Scheme(
             name="fp8", bits=8, codes="e4m3", activations="fp8", expected_kl=(1e-4, 1e-2), max_kl=0.05,
@@ -274,6 +334,11 @@ SCHEMES: Mapping[str, Scheme] = {
     )
 }  # fmt: skip
 """Schemes by name. Ranges hold for models of a million to eight billion parameters (docs/quantize.md)."""
+
+
+def keeps_outliers(name: str) -> bool:
+    """Return whether the scheme of a name multiplies some columns in 16 bits."""
+    return name in SCHEMES and SCHEMES[name].outliers != "none"
 
 
 ZEROS: Mapping[str, tuple[Zeros, Method]] = {

@@ -66,13 +66,15 @@ def frozen_code_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> I
 def learnable() -> tuple[str, ...]:
     """Return the schemes that a model can be trained for: whole numbers or nf4, without calibration text.
 
-    Schemes with outlier columns in 16 bits are excluded, because the columns would change as weights move.
+    Schemes with outlier columns in 16 bits are excluded, because the columns would change as weights move. So are those
+    with one scale for a matrix: ranks with parts of it exchange the extremes of its rows.
     """
     return tuple(
         name
         for name, scheme in SCHEMES.items()
         if not scheme.calibrated and scheme.outliers == "none" and scheme.codes != "e4m3"
-    )
+        and (scheme.activations == "same" or scheme.vector_wise)
+    )  # fmt: skip
 
 
 def fake_quantization_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:

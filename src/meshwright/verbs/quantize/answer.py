@@ -188,6 +188,7 @@ def quantize(
     keep: Sequence[str] = (),
     outliers: str | None = None,
     threshold: float | None = None,
+    zero_point: str | None = None,
     data: str | Path | None = None,
     sequences: int = SEQUENCES,
     calibration: int = CALIBRATION_WINDOWS,
@@ -212,6 +213,7 @@ def quantize(
         keep: Names of matrices, or patterns of them, to leave unquantized.
         outliers: For llm-int8: `calibrated` columns, or those above the `threshold` in each batch.
         threshold: Activations above it are outliers.
+        zero_point: For schemes with zeros: whether `both` sides have some, or only `weights` or `activations`.
         data: The text. None = the held-out part of the run.
         sequences: Windows of the text to score.
         calibration: Windows that a calibrated method reads. None of them is scored, and without `data` they are of the
@@ -226,9 +228,9 @@ def quantize(
     """
     path, target = folder_of(model), Path(out)
     folder_scheme = check_request(
-        path, target, scheme, format=format, group=group, outliers=outliers, threshold=threshold, data=data,
-        sequences=sequences, calibration=calibration, budget=budget, max_kl=max_kl, dtype=dtype,
-        checkpoint=checkpoint,
+        path, target, scheme, format=format, group=group, outliers=outliers, threshold=threshold,
+        zero_point=zero_point, data=data, sequences=sequences, calibration=calibration, budget=budget, max_kl=max_kl,
+        dtype=dtype, checkpoint=checkpoint,
     )  # fmt: skip
     if folder_scheme is None:
         return _quantize_to_gguf(

@@ -47,11 +47,17 @@ def quantize(
         typer.Option(
             "--outliers",
             metavar="FORM",
-            help="Outliers of llm-int8: calibrated, or by threshold in each batch.  [calibrated]",
+            help="Outliers of llm-int8 schemes: calibrated, or by threshold in each batch.  [calibrated]",
         ),
     ] = None,
     threshold: Annotated[
         float | None, typer.Option("--threshold", help="Activations above it are outliers.  [default: 6]")
+    ] = None,
+    zero_point: Annotated[
+        str | None,
+        typer.Option(
+            "--zero-point", metavar="SIDE", help="Zeros of zero-point schemes: both, weights or activations.  [both]"
+        ),
     ] = None,
     data: Annotated[
         str | None, typer.Option("--data", metavar="PATH", help="Text to calibrate and measure on.  [the run's own]")
@@ -93,8 +99,9 @@ def quantize(
         if html.resolve() == out.resolve():
             raise ArgumentError("html", html, f"is the same file as {argument('out')}", "name another")
     check_request(
-        model, out, scheme, format=format, group=group, outliers=outliers, threshold=threshold, data=data,
-        sequences=sequences, calibration=calibration, budget=budget, max_kl=max_kl, dtype=dtype, checkpoint=checkpoint,
+        model, out, scheme, format=format, group=group, outliers=outliers, threshold=threshold, zero_point=zero_point,
+        data=data, sequences=sequences, calibration=calibration, budget=budget, max_kl=max_kl, dtype=dtype,
+        checkpoint=checkpoint,
     )  # fmt: skip
     from meshwright.verbs.quantize.answer import quantize as quantize_model  # loads torch
 
@@ -105,8 +112,8 @@ def quantize(
 
         answer = quantize_model(
             model, scheme, out, format=format, group=group, keep=keep or (), outliers=outliers, threshold=threshold,
-            data=data, sequences=sequences, calibration=calibration, budget=budget, max_kl=max_kl,
-            dtype=dtype, checkpoint=checkpoint, quality=quality, on_block=on_block,
+            zero_point=zero_point, data=data, sequences=sequences, calibration=calibration, budget=budget,
+            max_kl=max_kl, dtype=dtype, checkpoint=checkpoint, quality=quality, on_block=on_block,
         )  # fmt: skip
     if json:
         print_json(answer.to_dict())

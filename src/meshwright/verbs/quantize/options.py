@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from meshwright.compress.bit_budget import ladder
 from meshwright.data.preparation import check_text
 from meshwright.spec.errors import ArgumentError, RunError, argument
-from meshwright.spec.model.quantization_schemes import FOLDER_FORMATS, SCHEMES, Scheme
+from meshwright.spec.model.quantization_schemes import FOLDER_FORMATS, SCHEMES, Scheme, Zeros
 from meshwright.spec.presets import find_nearest
 from meshwright.spec.units import GIB, MIB, gib
 from meshwright.spec.weights.gguf_schemes import GGUF, GGUF_SCHEMES
@@ -21,10 +21,14 @@ if TYPE_CHECKING:
     from meshwright.compress.original import OriginalModel
 
 DEFAULT = FOLDER_FORMATS[0]
+ZERO_POINT = ("both", "weights", "activations")
+"""Sides of a zero-point scheme that have zeros."""
 UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def chosen_scheme(name: str, group: int | None, outliers: str | None, threshold: float | None) -> Scheme:
+def chosen_scheme(
+    name: str, group: int | None, outliers: str | None, threshold: float | None, zero_point: str | None = None
+) -> Scheme:
     """Return the scheme of a name, with the given changes. Raises ArgumentError for options that it lacks."""
     if name not in SCHEMES:
         scheme_names = [*SCHEMES, *GGUF_SCHEMES]
@@ -41,6 +45,14 @@ def chosen_scheme(name: str, group: int | None, outliers: str | None, threshold:
                 "group", group, remedy=f"{name} has a scale for each output and no groups; leave it out"
             )
         scheme = replace(scheme, group=group)
+    if zero_point is not None:
+        if not scheme.zero_point:
+            schemes = ", ".join(other for other in SCHEMES if SCHEMES[other].zero_point)
+            raise ArgumentError("zero_point", zero_point, f"is for {schemes}", f"leave it out with {name}")
+        if zero_point not in ZERO_POINT:
+            raise ArgumentError("zero_point", zero_point, "is not known", f"take {' or '.join(ZERO_POINT)}")
+        zeros: Zeros = "fixed" if zero_point == "activations" else "whole"
+        scheme = replace(scheme, zeros=zeros, activation_zeros=zero_point != "weights")
     if scheme.outliers == "none":
         if outliers is not None or threshold is not None:
             raise ArgumentError(
@@ -60,9 +72,9 @@ def chosen_scheme(name: str, group: int | None, outliers: str | None, threshold:
 
 def check_request(
     model: Path, target: Path, name: str, *, format: str = DEFAULT, group: int | None = None,
-    outliers: str | None = None, threshold: float | None = None, data: str | Path | None = None, sequences: int = 1,
-    calibration: int = 1, budget: str | int | None = None, max_kl: float | None = None, dtype: str | None = None,
-    checkpoint: str = LAST,
+    outliers: str | None = None, threshold: float | None = None, zero_point: str | None = None,
+    data: str | Path | None = None, sequences: int = 1, calibration: int = 1, budget: str | int | None = None,
+    max_kl: float | None = None, dtype: str | None = None, checkpoint: str = LAST,
 ) -> Scheme | None:  # fmt: skip
     """Return the scheme of a folder, or None for a GGUF file, before torch is imported.
 
@@ -71,10 +83,11 @@ def check_request(
     """
     check_model(model, checkpoint=checkpoint)
     if name in GGUF_SCHEMES or format == GGUF:
-        _check_gguf(name, format, {"group": group, "outliers": outliers, "threshold": threshold, "budget": budget})
+        others = {"group": group, "outliers": outliers, "threshold": threshold, "zero_point": zero_point}
+        _check_gguf(name, format, others | {"budget": budget})
         folder_scheme, format = None, DEFAULT
     else:
-        folder_scheme = chosen_scheme(name, group, outliers, threshold)
+        folder_scheme = chosen_scheme(name, group, outliers, threshold, zero_point)
     if format not in FOLDER_FORMATS:
         raise ArgumentError("format", format, "is not known", f"take one of {', '.join((*FOLDER_FORMATS, GGUF))}")
     for option, number in (("sequences", sequences), ("calibration", calibration)):

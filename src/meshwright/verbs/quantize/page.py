@@ -14,6 +14,7 @@ from typing import Any
 
 from meshwright.interface.answers.markup import HEAD, report_style, section
 from meshwright.planner.explorer.explorer_page import source
+from meshwright.spec.model.quantization_schemes import keeps_outliers
 from meshwright.spec.units import gib, many
 
 BLAMED = 12
@@ -85,7 +86,7 @@ def _tiles(document: Row) -> Iterator[str]:
         yield _tile(_share(document["top1"]), "of tokens have the same likeliest one", "top-1 agreement")
         before, after = (_number(document[f"perplexity_{when}"], 4) for when in ("before", "after"))
         yield _tile(after, "perplexity after", f"{before} before")
-    if document["outlier_share"] or document["scheme"] == "llm-int8":
+    if document["outlier_share"] or keeps_outliers(document["scheme"]):
         yield _tile(_share(document["outlier_share"], 2), "of inputs stay in 16 bit", "outliers")
 
 

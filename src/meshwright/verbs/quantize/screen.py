@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from meshwright.interface.terminal.screen_text import coloured, folded, plus_minus
-from meshwright.spec.model.quantization_schemes import SCHEMES
+from meshwright.spec.model.quantization_schemes import SCHEMES, keeps_outliers
 from meshwright.spec.units import many
 from meshwright.spec.weights.gguf_schemes import GGUF, GGUF_SCHEMES
 
@@ -43,7 +43,7 @@ def _details(answer: "QuantizeAnswer") -> Iterator[str]:
         yield f"types       {matrices_by_kind}"
     if answer.outlier_share:
         yield f"outliers    {100 * answer.outlier_share:.2f}% of inputs stay in 16 bit"
-    elif answer.scheme == "llm-int8":
+    elif keeps_outliers(answer.scheme):
         yield "outliers    no column was kept in 16 bit beforehand"
     if answer.budget_bytes is not None:
         matrices_by_kind = ", ".join(
