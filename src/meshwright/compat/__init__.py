@@ -53,6 +53,8 @@ from meshwright.compat.fakes import storage_key as storage_key
 from meshwright.compat.fsdp import fsdp_drop_gradients as fsdp_drop_gradients
 from meshwright.compat.fsdp import fsdp_keep_reduce_dtype as fsdp_keep_reduce_dtype
 from meshwright.compat.fsdp import fsdp_post_backward as fsdp_post_backward
+from meshwright.compat.fsdp import join_stream as join_stream
+from meshwright.compat.fsdp import joined_streams as joined_streams
 from meshwright.compat.fsdp import let_selective_recomputation_pass_hooks as let_selective_recomputation_pass_hooks
 from meshwright.compat.process_groups import create_named_group as create_named_group
 

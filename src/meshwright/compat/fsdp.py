@@ -1,5 +1,7 @@
 """Private names of fully_shard and related code, each with its reason."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,3 +73,21 @@ def fsdp_post_backward(modules: list[Any]) -> None:
         state = _fsdp_state(module)
         if state._is_root:
             state._root_post_backward_final_callback()
+
+
+@contextmanager
+def joined_streams(device: torch.device) -> Iterator[None]:
+    """Run what the current stream is given inside beside nothing that the default stream computes.
+
+    fully_shard starts its collectives on streams of its own.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+    yield
+    join_stream(device)
+
+
+def join_stream(device: torch.device) -> None:
+    """Have the default stream wait for the current one."""
+    if device.type == "cuda":
+        torch.cuda.default_stream(device).wait_stream(torch.cuda.current_stream(device))

@@ -89,6 +89,7 @@ def layout_words(layout: Layout, model: ModelShape | None = None) -> str:
     words += [f"micro_batch={layout.micro_batch}", f"recompute={layout.recompute}"]
     return " ".join((*words, *([f"recompute_layers={n}"] if (n := layout.recompute_layers) else []),
                      *([f"offload={layout.offload}"] if layout.offload != "off" else []),
+                     *(["overlap=off"] if layout.overlap == "off" else []),
                      *(["cuda_graphs=on"] if layout.cuda_graphs == "on" else [])))  # fmt: skip
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 DEGREES = ("dp", "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp", "zero", "micro_batch", "recompute_layers")
 WORDS = ("recompute", "schedule", "sp", "offload", "cuda_graphs")
 SEARCHED = (*DEGREES[1:], *WORDS)
-CARRIED = ("kernels", "compile", "context", "context_split")
+CARRIED = ("kernels", "compile", "context", "context_split", "overlap")
 """Fields that no search varies. All layouts take them from the plan, or from this argument."""
 
 Fixed = dict[str, tuple[Any, ...]]

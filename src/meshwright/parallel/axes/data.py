@@ -35,7 +35,7 @@ same parts of the model.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -130,7 +130,14 @@ def _shard(
         module.set_custom_all_gather(_CountedGather(mesh[group]))  # type: ignore[arg-type]  # the protocol, structurally
         module.set_custom_reduce_scatter(_CountedScatter(mesh[group]))  # type: ignore[arg-type]  # the protocol, structurally
         if replicas.size > 1:
-            module.set_all_reduce_hook(replicas.tell_all_reduce)
+            module.set_all_reduce_hook(partial(_after_all_reduce, replicas))
+
+
+def _after_all_reduce(replicas: Group, total: Tensor) -> None:
+    """Report the sum of a shard over its replicas, which has begun on the stream of this call."""
+    replicas.tell_all_reduce(total)
+    if not replicas.overlaps:
+        compat.join_stream(total.device)
 
 
 class _CountedCollective:
@@ -138,6 +145,10 @@ class _CountedCollective:
 
     def __init__(self, group: Group) -> None:
         self.group = group
+
+    def alone(self, device: torch.device) -> AbstractContextManager[None]:
+        """Return a context in which a collective runs beside no other work if the layout asks for that."""
+        return nullcontext() if self.group.overlaps else compat.joined_streams(device)
 
     @takes("buffers")
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -150,7 +161,8 @@ class _CountedGather(_CountedCollective):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         self.group.tell_all_gather(input_tensor)
-        return compat.all_gather_into(output_tensor, input_tensor, group, async_op)
+        with self.alone(input_tensor.device):
+            return compat.all_gather_into(output_tensor, input_tensor, group, async_op)
 
 
 class _CountedScatter(_CountedCollective):
@@ -158,7 +170,8 @@ class _CountedScatter(_CountedCollective):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         self.group.tell_reduce_scatter(input_tensor)
-        return compat.reduce_scatter_into(output_tensor, input_tensor, group, op, async_op)
+        with self.alone(input_tensor.device):
+            return compat.reduce_scatter_into(output_tensor, input_tensor, group, op, async_op)
 
 
 def _ends(model: Transformer) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -358,8 +371,9 @@ class Bucket:
 class Replicas:
     """The buckets of one model (a pipeline stage), in the order of the backward pass."""
 
-    def __init__(self, buckets: Iterable[Bucket], meeting: Container[Tensor] = ()) -> None:
+    def __init__(self, buckets: Iterable[Bucket], meeting: Container[Tensor] = (), *, overlaps: bool = True) -> None:
         self.buckets = list(buckets)
+        self.overlaps = overlaps
         self.meeting = meeting
         self.expecting = self.only = False
         self.started = 0
@@ -377,7 +391,7 @@ class Replicas:
 
     def expect(self, *, last: bool, only: bool = False) -> None:
         """Prepare for a micro-batch's backward pass. The `last` one starts the sums. `only`: there is no other."""
-        self.expecting, self.only = last, only
+        self.expecting, self.only = last and self.overlaps, only
 
     def allocate(self, bucket: Bucket, index: int) -> Tensor | None:
         """Return memory for a parameter's first gradient of a step. None = it stays as it is made."""
@@ -442,7 +456,7 @@ def _replicate(model: Transformer, mesh: Mesh, dtype: torch.dtype | None) -> Rep
     # A bucket is complete with the unit whose gradients are made last, so buckets start in that order.
     for _, parameters, group in sorted(grouped, key=lambda entry: entry[0]):
         buckets += _make_buckets(parameters, group, dtype, times)
-    return Replicas(buckets, doubly_used(model))
+    return Replicas(buckets, doubly_used(model), overlaps=mesh.layout.overlap == "on")
 
 
 def _merge_units(

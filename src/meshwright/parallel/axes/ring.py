@@ -71,11 +71,14 @@ class _Travelling:
         self.sent, self.received = buffer, torch.empty_like(buffer)
         following, previous = (group.index + 1) % group.size, (group.index - 1) % group.size
         self.work: list[dist.Work] = group.exchange([(buffer, following)], [(self.received, previous)])
+        if not group.overlaps:
+            self.wait()
 
     def wait(self) -> Tensor:
         """Return the buffer that has arrived."""
         for work in self.work:
             work.wait()
+        self.work = []  # Gloo would wait for ever for work that has been waited for
         return self.received
 
 

@@ -99,6 +99,8 @@ class Group:
     index: int = 0
     process_group: dist.ProcessGroup | None = None
     traffic: Traffic = field(default_factory=Traffic)
+    overlaps: bool = True
+    """Collectives run beside other work until their wait(). False = each ends within the call that starts it."""
     number: int = field(init=False, default_factory=partial(next, count()))
     """Name of the group in operators of compiled code, which take only tensors and numbers (`find_group`)."""
 
@@ -122,7 +124,7 @@ class Group:
         if self.size == 1:
             return Pending(x)
         self.tell_all_reduce(x)
-        return Pending(x, dist.all_reduce(x, group=self.process_group, async_op=True))
+        return Pending(x, dist.all_reduce(x, group=self.process_group, async_op=self.overlaps))
 
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
         """Concatenate the ranks' tensors of equal shape along `dim`."""
@@ -139,7 +141,7 @@ class Group:
         x = x.contiguous()
         is_outermost = prod(x.shape[:dim]) == 1  # then the ranks' tensors need no copy after the call
         whole = x.new_empty(self.size, *x.shape) if into is None or not is_outermost else into
-        work = compat.all_gather_into(whole.view(-1), x.view(-1), self.process_group, overlaps)
+        work = compat.all_gather_into(whole.view(-1), x.view(-1), self.process_group, overlaps and self.overlaps)
         if is_outermost:
             return Pending(whole.view(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :]), work, sent=x)
         # Parts along an inner dimension lie apart in the answer, so they are put in order after the wait.
@@ -167,7 +169,9 @@ class Group:
         # It also writes contiguous memory only. Another target is filled after the wait.
         if part is None or not part.is_contiguous():
             part = x.new_empty(*x.shape[:dim], x.shape[dim] // self.size, *x.shape[dim + 1 :])
-        work = compat.reduce_scatter_into(part.view(-1), pieces.view(-1), self.process_group, async_op=overlaps)
+        work = compat.reduce_scatter_into(
+            part.view(-1), pieces.view(-1), self.process_group, async_op=overlaps and self.overlaps
+        )
         return Pending(part, work, None if part is into or into is None else into.copy_, pieces)
 
     def broadcast(self, x: Tensor) -> Tensor:
@@ -196,7 +200,7 @@ class Group:
         rows = rows.contiguous()
         arriving = rows.new_empty(sum(received), *rows.shape[1:]) if into is None else into
         work = dist.all_to_all_single(
-            arriving, rows, list(received), list(sent), group=self.process_group, async_op=overlaps
+            arriving, rows, list(received), list(sent), group=self.process_group, async_op=overlaps and self.overlaps
         )
         return Pending(arriving, work, sent=rows)
 

@@ -149,7 +149,8 @@ def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh, purpose: str = "")
             mesh.process_groups[key] = dist.group.WORLD
         else:
             mesh.process_groups[key] = compat.create_named_group(ranks, compat.time_limit(dist.group.WORLD), purpose)
-    group = Group(axis, ranks, ranks.index(mesh.rank), mesh.process_groups[key], mesh.traffic)
+    overlaps = mesh.layout.overlap == "on"
+    group = Group(axis, ranks, ranks.index(mesh.rank), mesh.process_groups[key], mesh.traffic, overlaps)
     if new and _uses_nccl(group):  # Gloo also serves GPU tensors, and keeps the world's limit
         compat.limit_gpu_collectives(group.process_group, GPU_LIMIT)
     return group

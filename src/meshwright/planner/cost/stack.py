@@ -269,6 +269,14 @@ def graphed(stack: Stack) -> Stack:
     return replace(stack, host_s=0.0, operation_s=0.0, hides_gradients=0.0, micro_batch_s=stack.micro_batch_s + GRAPH_S)
 
 
+def serial(stack: Stack) -> Stack:
+    """Return Meshwright's engine with `layout.overlap=off`: nothing runs beside a collective, which slows nothing."""
+    return replace(
+        stack, hides_gradients=0.0, hides_weights=0.0, hides_beside=0.0, hides_tensor=0.0, hides_experts=0.0,
+        contention=0.0,
+    )  # fmt: skip
+
+
 MESHWRIGHT = Stack(
     name="meshwright",
     is_meshwright=True,

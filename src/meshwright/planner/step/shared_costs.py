@@ -14,7 +14,7 @@ from meshwright.planner.cost.exchanges import Links
 from meshwright.planner.cost.micro_batch import LocalShape, Logits, MicroBatchCost, local_shape
 from meshwright.planner.cost.recorded import recorded
 from meshwright.planner.cost.speeds import Speeds
-from meshwright.planner.cost.stack import MESHWRIGHT, Stack, eager, graphed
+from meshwright.planner.cost.stack import MESHWRIGHT, Stack, eager, graphed, serial
 from meshwright.planner.cost.stage_costs import BlockCosts, Costs, CostsByPolicy, StageKind, ranks_of, split_by_cost
 from meshwright.planner.cost.states import ElementCounts, counts, layer_kinds, number_of_kinds
 from meshwright.planner.cost.weight_product import with_rounded_weights
@@ -111,6 +111,7 @@ class SharedCosts:
             stack = replace(stack, loss_in_place=False, rounds_in_place=False)
         elif stack.is_meshwright and layout.kernels in ("eager", "reference"):
             stack = replace(stack, loss_in_place=False)
+        stack = serial(stack) if stack.is_meshwright and layout.overlap == "off" else stack
         return graphed(stack) if layout.cuda_graphs == "on" and self.gpu else stack
 
     def pass_terms(self, layout: Layout) -> PassTerms:

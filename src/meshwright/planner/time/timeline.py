@@ -195,6 +195,9 @@ def _data_parallel(
 ) -> tuple[float, float]:
     """Return (exposed gathers, exposed reductions) of a step. Replicas are summed in its last micro-batch."""
     reduce_s, gather_s, copies_s = sharing
+    if stack.is_meshwright and layout.overlap == "off":
+        gathered_s = _gathers_s(layout, m, sharing, edges)
+        return gathered_s, _data_parallel_s(layout, m, sharing, edges) - gathered_s
     final_s = reduce_s + copies_s
     forward = stack.hides_weights * sum(cost.forward_s for cost in costs)
     # Each micro-batch gathers twice; the first gather and the last reduction have nothing to hide behind.
@@ -254,11 +257,15 @@ def unhidden(layout: Layout, stack: Stack, m: int, sharing: Sharing, update_s: f
 
 def _data_parallel_s(layout: Layout, m: int, sharing: Sharing, edges: Edges) -> float:
     """Return the seconds of all gathers and reductions of a step, hidden ones included."""
-    reduce_s, gather_s, copies_s = sharing
+    times = m if layout.zero >= 2 and layout.pp == 1 else 1
+    return times * sharing.reduce_s + sharing.copies_s + _gathers_s(layout, m, sharing, edges)
+
+
+def _gathers_s(layout: Layout, m: int, sharing: Sharing, edges: Edges) -> float:
+    """Return the seconds of all gathers of parameters in a step, hidden ones included."""
     if layout.zero == 3 and layout.pp == 1:
-        return m * ((2 - edges.stays_whole) * gather_s + reduce_s) + copies_s
-    times = m if layout.zero == 2 and layout.pp == 1 else 1
-    return times * reduce_s + copies_s + (gather_s if layout.zero else 0.0)
+        return m * (2 - edges.stays_whole) * sharing.gather_s
+    return sharing.gather_s if layout.zero else 0.0
 
 
 BACKWARD_EXCHANGES = 0.5

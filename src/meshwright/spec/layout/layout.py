@@ -97,6 +97,9 @@ class Layout:
     kernels: Literal["auto", "eager", "triton", "reference"] = "auto"
     """auto = Triton's where they are better, on a GPU; eager = torch's own operations; triton = Triton's wherever they
     can run; reference = slow plain kernels, for comparison."""
+    overlap: Literal["on", "off"] = "on"
+    """off, to study what overlap hides: each collective ends before other work continues, and gradients of replicas are
+    summed after the backward pass. Same numbers, to the bit. Transfers between pipeline stages stay as they are."""
     saving: Literal["auto", "async", "sync"] = "auto"
     """async: a checkpoint is copied to host memory, then written while training continues; auto = on a GPU only."""
 
