@@ -30,18 +30,11 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
 }
 RUN_BESIDE = ("dp_replicate", "tp", "cp", "ep")
 """Axes whose collectives this engine runs beside other work on a CPU. Those of fully_shard block there."""
-COLLECTIVES = [
-    name
-    for name in (
-        "all_reduce",
-        "all_to_all_single",
-        "all_gather_into_tensor",
-        "all_gather_single",
-        "reduce_scatter_tensor",
-        "reduce_scatter_single",
-    )  # fmt: skip
-    if hasattr(dist, name)
-]
+NAMES = (
+    "all_reduce", "all_to_all_single", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",
+    "reduce_scatter_single",
+)  # fmt: skip
+COLLECTIVES = [name for name in NAMES if hasattr(dist, name)]
 
 
 def _train(case: str, layout: Layout, groups: ProcessGroups) -> tuple[RankOutcome, dict[str, int]]:
