@@ -73,7 +73,7 @@ AskedStack = Annotated[
     typer.Option(
         "--for", metavar="STACK", show_default=False,
         help="Search layouts of this training software: torchtitan, megatron-lm, accelerate, "
-        "deepspeed, trl, axolotl, nanotron, nemo, maxtext.",
+        "deepspeed, trl, axolotl, nanotron, nemo, maxtext; hai-llm (DeepSeek-V3's).",
     ),
 ]  # fmt: skip
 AskedFrom = Annotated[

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.spec import Cluster, ModelShape, Plan, presets
-from meshwright.spec.errors import ArgumentError, PlanError
+from meshwright.spec.errors import ArgumentError, PlanError, argument
 from meshwright.spec.hub_names import download_hint
 from meshwright.spec.presets import suggest
 from meshwright.stacks.config_files import ENDINGS, entries_of, form_of, option_word
@@ -151,7 +151,10 @@ def read(
         model: Shape of the model, whatever the files state.
     """
     if word and word not in READ:
-        software(word)
+        known = software(word)  # raises for an unknown word
+        raise ArgumentError(
+            "stack", known.word, "has no public files", f"leave it out; {argument('source')} reads {', '.join(READ)}"
+        )
     path, function = _split(file_or_folder)
     named_model = NamedModel(folder_shape, hub_shape, model)
     if path.is_dir():

@@ -357,8 +357,11 @@ def chosen_software(word: str) -> "TrainingSoftware | None":
     return software(word)
 
 
-def check_model_offered(trainer: "TrainingSoftware", plan: Plan) -> None:
-    """Raise PlanError, before the search, if the software lacks the model or the recipe."""
+def as_trained(trainer: "TrainingSoftware", plan: Plan) -> Plan:
+    """Return the plan with all parts that the software trains.
+
+    Raises PlanError, before the search, if it lacks the model or the recipe.
+    """
     if plan.model.lora is not None:
         raise ArgumentError("stack", trainer.word, "writes full training", f"leave {argument('tune', 'lora')} out")
     if plan.recipe.precision != "bf16":
@@ -372,6 +375,7 @@ def check_model_offered(trainer: "TrainingSoftware", plan: Plan) -> None:
         )
     # The facts refuse models and recipes. No layout is chosen yet, so a legal one stands in for it.
     trainer.facts(replace(plan, layout=replace(plan.layout, dp_replicate=1, micro_batch=1)))
+    return replace(plan, model=trainer.trained_shape(plan.model))
 
 
 def restricted(trainer: "TrainingSoftware", fixed: Fixed) -> Fixed:

@@ -206,8 +206,27 @@ HAI_LLM = replace(
     hides_experts=1.0,
     dispatch_bytes=1.0,
     contention=20 / 112,
+    kept_shares=(
+        *(
+            (name, 0.0)
+            for name in (
+                "attention norm output",
+                "mlp norm output",
+                "normed low ranks",
+                "queries",
+                "keys",
+                "keys and values",
+                "experts activation",
+                "returned",
+            )
+        ),
+        *((name, 1 / 2) for name in ("dispatched", "experts up", "shared up")),
+        ("attention output", 12 / 16),
+    ),
     source="DeepSeek-V3 report, arXiv:2412.19437, sections 3.2 and 3.3: exchanges behind another micro-batch, on "
-    "20 of 132 multiprocessors; tokens to four nodes at most, in fp8 on the way there",
+    "20 of 132 multiprocessors; tokens to four nodes at most, in fp8 on the way there; norms, up-projections and "
+    "SwiGLU made again; inputs of experts and of SwiGLU kept in fp8, attention's output in E5M6. Outputs of experts "
+    "are taken to be weighted before the last product, so that none is kept",
 )
 """Software of one published run. Its schedule is counted as DualPipe's V with the same ranks."""
 

@@ -153,6 +153,10 @@ def layer(
         tensors = tuple(
             tensor if tensor.part == "scores" else tensor._replace(selective=tensor.none) for tensor in tensors
         )
+    shares, restored_bytes = dict(local.stack.kept_shares), 0.0
+    if shares:
+        restored_bytes = sum(tensor.none * (1 - shares.get(tensor.name, 1.0)) for tensor in tensors)
+        tensors = tuple(tensor._replace(none=tensor.none * shares.get(tensor.name, 1.0)) for tensor in tensors)
     # Experts apart split the compiled block, and what crosses the borders is stored, norms too (keeps_no_norms).
     if local.compiled and routed and local.ep > 1:
         tensors = tuple(tensor._replace(part="") for tensor in tensors)
@@ -160,7 +164,8 @@ def layer(
         operations=weight_product.rounding(local, operations),
         tensors=tensors,
         boundary_bytes=local.between_bytes,
-        transient_bytes=activations.layer_transient(local, sizes),
+        # An upper bound: as if a layer's backward pass restored all of them before the first is read.
+        transient_bytes=activations.layer_transient(local, sizes) + restored_bytes,
         backward=backward(local, widths, sizes) if local.stack.is_meshwright else NO_BYTES,
         tail=(2 if routed else 3) if local.stack.is_meshwright else 0,  # product, its sum over ranks, residual
         keeps_norms=local.keeps_norms,

@@ -93,6 +93,11 @@ class Stack:
 
     Blocks are rounded to 512 B, segments to 2 and 20 MiB.
     """
+    kept_shares: tuple[tuple[str, float], ...] = ()
+    """(tensor of a layer, share of it that is kept), for formats of fewer bits, and 0 for what is made again.
+
+    Its repeated work is not counted.
+    """
     slack: float = 1.0
     """Reserved over requested bytes of activations in the allocator. The excess counts as reserve."""
     sharding: Literal["flat", "fully_shard"] = "flat"

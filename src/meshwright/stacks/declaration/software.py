@@ -60,7 +60,7 @@ class TrainingSoftware:
     full_rounds: bool = False
     """True if several stages per pipeline rank need at least as many micro-batches as ranks."""
     files: tuple[ConfigFile, ...]
-    """Files that are written and read."""
+    """Files that are written and read. Empty = the software is not public, and only planned for."""
     also_read: tuple[ConfigFile, ...] = ()
     """Files of programs built on this software, which are read but not written."""
     named_files: tuple[ConfigFile, ...] = ()
@@ -79,6 +79,8 @@ class TrainingSoftware:
     """Variant that resolved facts select, such as sharding by another library with other options to advise."""
     shape: Callable[[Facts], ModelShape | None] = lambda facts: None
     """Model that facts name. None = the software has no names of its own, or the file none of them."""
+    trained_shape: Callable[[ModelShape], ModelShape] = lambda shape: shape
+    """Model with the parts that this software trains beside it."""
     launch: Callable[[Plan], LaunchCommand]
     binds_devices: bool = False
     """True if its files fix the number of devices of a run, and a step's batch covers all of them."""

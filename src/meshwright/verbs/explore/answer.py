@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.interface.answers.answer import Answer, HasPlan, check_page, checked, write_page
 from meshwright.interface.answers.markup import table, whole
-from meshwright.interface.planning.layouts import check_model_offered, chosen_software, none_offered
+from meshwright.interface.planning.layouts import as_trained, chosen_software, none_offered
 from meshwright.interface.planning.plan_reading import Section, section_words
 from meshwright.interface.planning.plan_request import asked_estimator, asked_plan
 from meshwright.planner.cost.stack import MESHWRIGHT
@@ -228,7 +228,7 @@ def _half(
         raise ArgumentError("price", price, f"must be above 0 and below {MOST_USD:,.0f} dollars per device-hour")
     plan, software = asked_plan(model, cluster, nodes, [*words, *same]), chosen_software(stack)
     if software is not None:
-        check_model_offered(software, plan)
+        plan = as_trained(software, plan)
     estimator = asked_estimator(plan, cluster, software.stack({}) if software else MESHWRIGHT)
     usd_per_hour, price_words = 0.0, ""  # 0 where nobody lists the device
     if price is not None:

@@ -12,10 +12,13 @@ from meshwright.interface.planning.layouts import (
     SEARCHED,
     Fixed,
     PlannedLayout,
+    as_trained,
     carried_layout,
+    chosen_software,
     fixed_layout,
     layout_cells,
     layout_html,
+    restricted,
 )
 from meshwright.interface.planning.plan_reading import Section, section_words, tokens_of
 from meshwright.interface.planning.plan_request import asked_estimator, asked_plan, within
@@ -212,7 +215,9 @@ def plan(
     words = section_words(layout)
     asked, searched = carried_layout(asked, words)
     fixed_degrees = fixed_layout(asked, searched)
-    software, fixed = (None, fixed_degrees) if stack in ("", MESHWRIGHT.name) else _offered(stack, asked, fixed_degrees)
+    software, fixed = chosen_software(stack), fixed_degrees
+    if software is not None:
+        asked, fixed = as_trained(software, asked), restricted(software, fixed_degrees)
     if document_tokens < 0:
         raise ArgumentError("document_tokens", document_tokens, "must be 0 (a document fills its row) or more")
     estimator = asked_estimator(asked, cluster, software.stack({}) if software else MESHWRIGHT, document_tokens)
@@ -227,7 +232,8 @@ def plan(
     if not ranking.best:
         every = software.fixed() if software else {}
         # If another layout fits, the fixed fields are to blame, and more nodes would be bad advice.
-        free = not (fixed_degrees and search(estimator, asked, fixed=every, listed=1).best)
+        # The refusal of a single layout names its cheapest changes instead, and a free search can take a minute.
+        free = ranking.legal != 1 and not (fixed_degrees and search(estimator, asked, fixed=every, listed=1).best)
         adapted = None
         if not (tune or teacher or words) and asked.model.lora is None:
             with suppress(MeshwrightError):  # answer the next question: would adapters fit?
@@ -238,16 +244,6 @@ def plan(
     # After the recommendation, which may come from below the listed ones.
     del ranking.best[listed or LISTED_LAYOUTS :]
     return PlanAnswer(ranking=ranking, estimator=estimator, fixed=fixed, tokens=budget, price=price, software=software)
-
-
-def _offered(stack: str, plan: Plan, fixed: Fixed) -> "tuple[TrainingSoftware, Fixed]":
-    """Return the software of a word and the fields that it fixes. Raises PlanError if it lacks model or layout."""
-    from meshwright.interface.planning.layouts import check_model_offered, restricted
-    from meshwright.stacks.trainer_table import software
-
-    trainer = software(stack)
-    check_model_offered(trainer, plan)
-    return trainer, restricted(trainer, fixed)
 
 
 def _does_not_fit(

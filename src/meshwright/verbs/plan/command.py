@@ -280,7 +280,11 @@ def _check_folder(folder: Path | None, stack: str) -> None:
     """Raise PlanError, before the search, for an output folder that cannot be written."""
     if folder is None:
         return
+    from meshwright.interface.planning.layouts import chosen_software
+
     if stack in ("", "meshwright"):
         raise PlanError("--out is for --for STACK: take --save FILE for a plan of this package's engine")
+    if (software := chosen_software(stack)) and not software.files:
+        raise ArgumentError("out", folder, f"is for files, and {stack} has no public ones", "leave it out")
     if folder.is_file():
         raise ArgumentError("out", folder, "is a file", "name a folder")

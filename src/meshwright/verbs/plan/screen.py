@@ -172,6 +172,8 @@ def after_plan(answer: "PlanAnswer", written: list[Path]) -> Iterator[str]:
     yield f"  Counted as {answer.software.title}"
     for sentence in answer.known_errors or ("No published row of it was scored.",):
         yield from wrapped(sentence, width(), "    ")
+    if not answer.software.files:
+        return
     if not written:
         yield ""
         yield from wrapped("-o FOLDER (its configuration, launch.sh, launch.sbatch)", width(), "  Next:  ")
