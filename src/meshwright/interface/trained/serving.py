@@ -89,6 +89,7 @@ def configuration(
         "adapters": ",".join(adapters) or "none",
         "adapter_dir": options.adapter_folder or "none",
         **settings,
+        "record": engine.record or "none",
         **_guess_settings(engine.speculation, draft),
         **{name: getattr(options.limits, name) for name in type(options.limits).__slots__},
     }

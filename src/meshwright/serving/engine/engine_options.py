@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
 from meshwright.serving.engine.scheduler import check_budget
@@ -127,6 +128,8 @@ class EngineOptions:
     Otherwise each is captured when a step first needs it. Requests then wait for captures, and a short use of the
     engine does not.
     """
+    record: Path | None = None
+    """New file to which the engine writes what each step does (serving_record.py). None = it writes nothing."""
     on_progress: Callable[[str], None] | None = None
     """Called with a line for people while the engine starts on a GPU: memory, and captured graphs."""
 

@@ -120,9 +120,14 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def queue(self) -> list[CachedSequence]:
+        """Waiting sequences, in no order."""
+        return [sequence for _, sequence in self._waiting]
+
+    @property
     def adapters(self) -> set[int]:
         """Numbers of the adapters in use."""
-        return {sequence.adapter for sequence in chain(self.running, (sequence for _, sequence in self._waiting))}
+        return {sequence.adapter for sequence in chain(self.running, self.queue)}
 
     @property
     def idle(self) -> bool:

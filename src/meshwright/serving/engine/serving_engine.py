@@ -6,6 +6,7 @@
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -25,6 +26,7 @@ from meshwright.serving.engine.rows.serving_ranks import ServingRanks
 from meshwright.serving.engine.sampler import SampledRow
 from meshwright.serving.engine.scheduler import Scheduler
 from meshwright.serving.engine.served_request import Decode, ServedAnswer, ServedRequest
+from meshwright.serving.engine.serving_record import ServingRecorder
 from meshwright.serving.engine.speculation import GuessCounts, Guesser
 from meshwright.serving.engine.step_loop import DraftModel, StepLoop
 from meshwright.spec.errors import ArgumentError, argument
@@ -122,6 +124,8 @@ class ServingEngine:
         )  # fmt: skip
         for name, adapter in (adapters or {}).items():
             self.adapters.load(name, adapter)
+        if options.record is not None:
+            self.record(options.record)
 
     def add(self, prompt: Sequence[int], options: RequestOptions | None = None) -> ServedRequest:
         """Add a request for answers to prompt tokens. Raises ArgumentError or PlanError when there can be none."""
@@ -159,6 +163,8 @@ class ServingEngine:
             prompt, len(prompt) + room, priority=options.priority, salt=salt, adapter=adapter, copies=copies,
             together=searched,
         )  # fmt: skip
+        if self._loop.recorder is not None:
+            self._loop.recorder.note_request(sequence, request)
         if searched:
             self._loop.search(sequence, request, BeamSearch(options, ends, room), room)
         else:
@@ -182,6 +188,15 @@ class ServingEngine:
         self.adapters.release()
         for answer in answers:
             answer.ending = answer.ending or "cancelled"
+
+    def record(self, path: Path | None) -> None:
+        """Write each step from now on to a new file (serving_record.py). None = no longer. Raises ArgumentError."""
+        if self._loop.recorder is not None:
+            self._loop.recorder.close()
+        self._loop.recorder = None
+        if path is not None:
+            sizes = {"longest": self._longest, "block_bytes": self.cache.bytes // (self.cache.number + 2)}
+            self._loop.recorder = ServingRecorder(path, self.scheduler, sizes)
 
     @property
     def longest(self) -> int:

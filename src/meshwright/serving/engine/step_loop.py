@@ -28,6 +28,7 @@ from meshwright.serving.engine.runner import Runner
 from meshwright.serving.engine.sampler import DrawnTokens, SampledRow, draw, sample
 from meshwright.serving.engine.scheduler import Scheduler, StepPlan
 from meshwright.serving.engine.served_request import ServedAnswer, ServedRequest
+from meshwright.serving.engine.serving_record import ServingRecorder
 from meshwright.serving.engine.speculation import Guesser, Refuted
 
 
@@ -111,6 +112,7 @@ class StepLoop:
     ) -> None:  # fmt: skip
         """Set `run_ahead` to launch steps before the tokens of the one before are read, if nothing forbids it."""
         self.runner, self.draft, self.guesser, self.run_ahead = runner, draft, guesser, run_ahead
+        self.recorder: ServingRecorder | None = None
         self.ahead = 0
         """Steps that were launched before the tokens of the one before were read."""
         self._scheduler = scheduler
@@ -153,6 +155,8 @@ class StepLoop:
         # The step may have been launched while the one before was read.
         step, self._next = self._next or self._launch(None), None
         self._commit(step)
+        if self.recorder is not None:
+            self.recorder.note_blocks(step.plan)
         if self._can_run_ahead():
             # The scheduler plans by lengths, so unread tokens must have a place in the text.
             self._append_placeholders(step)
@@ -165,6 +169,8 @@ class StepLoop:
                 self.ahead += 1
         whole = [] if step.logits is None else self._beams.take(step.owners, step.logits)
         grown = self._read(step)
+        if self.recorder is not None:
+            self.recorder.note_tokens()
         if not self._growing:
             self._next = None
         return [*whole, *grown]

@@ -78,10 +78,11 @@ class HostedModel:
         if options.speculation is not None and options.speculation.draft is None:
             options = replace(options, speculation=replace(options.speculation, draft=self.draft))
         engine = ServingEngine(
-            self.model, options, end_ids=self.end_ids, tokenizer=self.tokenizer, adapters=self.adapters,
-            ranks=self.ranks,
+            self.model, replace(options, record=None), end_ids=self.end_ids, tokenizer=self.tokenizer,
+            adapters=self.adapters, ranks=self.ranks,
         )  # fmt: skip
         engine.run([engine.add([0], RequestOptions(max_new_tokens=2, ignore_end=True, salt=None))])
+        engine.record(options.record)
         return engine
 
     def card(self, engine: ServingEngine) -> ModelCard:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.interface import options as asked
+from meshwright.interface.answers.answer import check_new_file
 from meshwright.interface.terminal.screen_text import printable
 from meshwright.spec.errors import ArgumentError, PlanError
 
@@ -36,6 +37,14 @@ def generate(
     checkpoint: asked.Checkpoint = "last",
     dtype: asked.ServedDtype = "auto",
     adapter: asked.Adapter = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--record",
+            metavar="FILE",
+            help="With --prompts or --samples: new file for `meshwright report FILE`, with a line of numbers per step.",
+        ),
+    ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print ids, log-probabilities and text as one document.")
     ] = False,
@@ -53,10 +62,17 @@ def generate(
     if max_new_tokens < 0:
         raise ArgumentError("max_new_tokens", max_new_tokens, "must be 0 or more")
     asked.check_adapter(adapter)
+    if record is not None:
+        if prompts is None and samples == 1:
+            raise ArgumentError(
+                "record", record, "needs answers of the serving engine", "add --prompts FILE, or --samples 2 or more"
+            )
+        check_new_file(record, "record")
     if chat and typed_ids is not None:
         raise PlanError("--chat and --prompt-ids contradict each other: a template takes text, as --prompt")
 
     from meshwright.serving.engine.answers.request_options import RequestOptions
+    from meshwright.serving.engine.engine_options import EngineOptions
     from meshwright.verbs.generate.answer import questions_of, read_prompts
 
     options = RequestOptions(
@@ -71,7 +87,8 @@ def generate(
         from meshwright.interface.trained.opening import load
         from meshwright.verbs.generate.answer import answer_prompts
 
-        for row in answer_prompts(load(model, dtype, checkpoint=checkpoint), questions, options, adapter=adapter):
+        opened_model = load(model, dtype, checkpoint=checkpoint)
+        for row in answer_prompts(opened_model, questions, options, EngineOptions(record=record), adapter):
             print_json(row)
         return
     from meshwright.interface.terminal.screen_text import print_json

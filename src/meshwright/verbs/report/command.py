@@ -9,7 +9,9 @@ from meshwright.interface.options import RunCluster
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are overlaid.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders, which are overlaid; or a serve --record FILE.")
+    ],
     out: Annotated[
         Path | None,
         typer.Option(
@@ -21,9 +23,11 @@ def report(
 ) -> None:
     """Write a page with loss, throughput, memory, the pipeline's timeline, traffic, the three-column table, the plan.
 
-    It shows what the folders hold: `profile` and `compare` add figures that training alone does not write.
+    It shows what the folders hold: `profile` and `compare` add figures that training alone does not write. Of a record
+    of serving it shows requests, blocks and steps.
     """
     from meshwright.verbs.report.answer import report as write_report
 
     target = write_report(*runs, out=out, tolerance=tolerance, cluster=cluster)
-    print(f"{target}: {len(runs)} run{'s' if len(runs) > 1 else ''}; open it in a browser")
+    shown = f"{len(runs)} run{'s' if len(runs) > 1 else ''}" if runs[0].is_dir() else f"the steps of {runs[0]}"
+    print(f"{target}: {shown}; open it in a browser")

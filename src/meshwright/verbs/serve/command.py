@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from meshwright.interface.answers.answer import check_new_file
 from meshwright.interface.options import Checkpoint, ModelPath, ServedDtype, named_adapters
 from meshwright.spec.errors import ArgumentError, argument
 from meshwright.spec.extras import require
@@ -132,6 +133,10 @@ CudaGraphs = Annotated[
         metavar="auto|on|off",
     ),
 ]
+Record = Annotated[
+    Path | None,
+    _option("--record", "New file that gets a line of numbers per step, for `meshwright report FILE`.", metavar="FILE"),
+]
 TensorRanks = Annotated[int, _option("--tp", "Processes on this machine that share every layer.")]
 ExpertRanks = Annotated[int, _option("--ep", "Processes among these that experts are spread over, each expert whole.")]
 
@@ -222,6 +227,7 @@ def serve(
     guess_tokens: GuessTokens = None,
     guess_ngram: GuessNgram = None,
     draft: Draft = None,
+    record: Record = None,
     tp: TensorRanks = 1,
     ep: ExpertRanks = 1,
     max_body_bytes: Annotated[int, _limit("Bytes of a request.")] = 2**20,
@@ -258,6 +264,8 @@ def serve(
     check_copies(copies_mib, cache_dtype)
     check_guesses(guess_tokens, guess_ngram, draft)
     check_tensor_ranks(tp, ep)
+    if record is not None:
+        check_new_file(record, "record")
 
     from meshwright.interface.trained.serving import configuration, run, served_name, server_of
     from meshwright.serving.engine.engine_options import EngineOptions, Graphs
@@ -278,7 +286,7 @@ def serve(
         memory_share=memory_share, second_layouts=second_layouts, most_sequences=most_sequences,
         most_tokens=most_tokens, prompt_tokens=prompt_tokens,
         packed=packed, compiled=compiled, head=cast(HeadForm, head), cuda_graphs=cast(Graphs, cuda_graphs),
-        on_progress=partial(print, flush=True),
+        record=record, on_progress=partial(print, flush=True),
     )  # fmt: skip
     engine = replace(engine, speculation=_speculation(guess_tokens, guess_ngram, draft))  # imports torch
 

@@ -16,7 +16,7 @@ Everything here decides and moves nothing: moves are a list that is carried out,
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from hashlib import sha256
@@ -243,6 +243,11 @@ class BlockPool:
         if key is not None:
             del self._block_of_key[key]
             self._keys[block] = None
+
+    @property
+    def published(self) -> Collection[int]:
+        """Blocks that are found by the keys of their content, held or free."""
+        return self._block_of_key.values()
 
     def key_of(self, block: int) -> bytes | None:
         """Return the key by which a block is found."""
