@@ -48,6 +48,7 @@ rest of the lectures: raise them with a reason."""
 READS_ENVIRONMENT: dict[str, str] = {
     "compat/cpu.py": "oneDNN takes its instructions and cache size, and glibc a threshold, from the environment alone",
     "compat/torch_compile.py": "CC names the C compiler that Triton calls",
+    "spec/hub_cache.py": "HF_HUB_CACHE, HF_HOME and XDG_CACHE_HOME name the cache of the Hugging Face Hub",
     "spec/user_cache.py": "XDG_CACHE_HOME names the user's cache folder",
 }
 """Modules below verbs and interface that read the environment, each with the standard that demands it."""

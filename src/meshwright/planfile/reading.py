@@ -32,6 +32,7 @@ from meshwright.planfile.keys import (
 from meshwright.planfile.text import MAY_BE_MIXED, OVERRIDE, Node, mixture_of, parse_file, parse_override, shown
 from meshwright.spec import presets
 from meshwright.spec.errors import MeshwrightError, PlanError, argument
+from meshwright.spec.hub_cache import find_snapshot
 from meshwright.spec.hub_names import download_hint, explain_missing, shape_alone
 from meshwright.spec.layout.layout import AXES
 from meshwright.spec.model.shape import NO_TARGETS, ModelShape
@@ -311,7 +312,10 @@ class _Reader:
                 self.notes += shape_alone(name, str(preset["name"])) if weights and section == "model" else ()
                 return preset
             except PlanError as error:
-                if not (exists or file):
+                cached = None if exists or file else find_snapshot(name)
+                if cached is not None:
+                    folder, exists = cached, True
+                elif not (exists or file):
                     hint = download_hint(name, section)
                     near = presets.find_nearest(name.rpartition("/")[2].lower(), presets.model_names())
                     # A list of presets helps nobody who names a folder or a model of the hub, unless one is like it.

@@ -21,10 +21,20 @@ LISTED = 3
 
 
 def looks_like_hub_name(name: str) -> bool:
-    """Return whether a name could be `ORG/NAME` of the hub: one slash, no file ending, no usual folder in front."""
+    """Return whether a name could be `ORG/NAME` of the hub: one slash, no file ending, no usual folder in front.
+
+    A revision may follow, as `ORG/NAME@main`.
+    """
+    name = split_revision(name)[0]
     if len(name) > LONGEST or HUB_NAME.fullmatch(name) is None or Path(name).suffix in FILES:
         return False
     return name.partition("/")[0].lower() not in FOLDERS
+
+
+def split_revision(name: str) -> tuple[str, str]:
+    """Return (ORG/NAME, revision) of a name with or without `@REVISION`."""
+    repository, _, revision = name.partition("@")
+    return repository, revision or "main"
 
 
 def explain_missing(name: str, instead: str, key: str = "") -> str:
@@ -43,7 +53,8 @@ def whereabouts(name: str, key: str = "") -> str:
 
 def shape_alone(name: str, preset: str) -> list[str]:
     """Return a note that a hub name stands for a preset, whose weights are not downloaded."""
-    note = f"model={name} is the shape of {preset}: weights are drawn anew; for those of the hub give model=FOLDER"
+    note = f"model={name} is the shape of {preset}: weights are drawn anew; "
+    note += f"for those of the hub give model={name}@main, or model=FOLDER"
     return [note] if looks_like_hub_name(name) else []
 
 
@@ -62,7 +73,9 @@ def _beside(path: Path) -> str:
 
 def download_command(name: str, file: str = "") -> str:
     """Return the command that downloads a model, or one file of it, into a folder of its own name."""
-    return " ".join(("hf download", name, *((file,) if file else ()), "--local-dir", name.rpartition("/")[2]))
+    repository, revision = split_revision(name)
+    words = (*((file,) if file else ()), *(("--revision", revision) if "@" in name else ()))
+    return " ".join(("hf download", repository, *words, "--local-dir", repository.rpartition("/")[2]))
 
 
 def download_hint(name: str, key: str = "") -> str:
@@ -72,6 +85,6 @@ def download_hint(name: str, key: str = "") -> str:
     is_local = owner.is_dir() and not any(owner.glob("*/config.json"))
     if is_local or not looks_like_hub_name(name):
         return ""
-    folder = name.rpartition("/")[2]
+    folder = split_revision(name)[0].rpartition("/")[2]
     folder = argument(key, folder) if key else folder
     return f". To use the model of that name on the Hugging Face Hub, run `{download_command(name)}` and give {folder}"

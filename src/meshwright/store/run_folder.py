@@ -22,6 +22,7 @@ from meshwright.data import Tokenizer
 from meshwright.formats.gguf.header import is_gguf
 from meshwright.formats.hub import adapter_config
 from meshwright.formats.hub.config import GENERATION, read_json
+from meshwright.formats.hub.download import local_folder
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, CheckpointError, PlanError, RunError, argument
 from meshwright.spec.hub_names import explain_missing
@@ -430,7 +431,7 @@ def check_model(path: Path, *, dtype: str | None = None, checkpoint: str = LAST,
     for an unknown dtype or checkpoint.
     """
     check_dtype(dtype, AUTO)
-    kind = _kind(path)
+    kind = _kind(path if path.exists() else local_folder(path))
     if kind is None:
         sentence = str(no_model(path))
         raise RunError(sentence.replace(str(path), argument(named, path), 1) if named else sentence)

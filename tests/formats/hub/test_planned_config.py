@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.formats.hub import download
 from meshwright.formats.hub.config import canonical, config_from_shape, unwritable
 from meshwright.formats.hub.families import FAMILIES
 from meshwright.formats.hub.planned_families import HARMLESS, HARMLESS_PATTERN, PLANNED, is_planned, planned_shape
-from meshwright.interface.planning import plan_request
-from meshwright.interface.planning.plan_request import config_folder, is_hub_name
+from meshwright.interface.planning.plan_reading import is_hub_name
+from meshwright.interface.planning.plan_request import config_folder
 from meshwright.model.transformer import skeleton
 from meshwright.spec import num_parameters, presets
 from meshwright.spec.errors import HubError, PlanError
@@ -399,10 +400,8 @@ def test_a_hub_that_is_not_reached_is_one_sentence_with_the_command(
 
 
 def test_a_config_in_the_hubs_cache_is_read_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(hub.file_download.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(plan_request, "_hub_answers", lambda: pytest.fail("the network was asked"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(download, "hub_answers", lambda: pytest.fail("the network was asked"))
     commit = "0" * 40
     folder = tmp_path / "models--google--gemma-9"
     (folder / "refs").mkdir(parents=True)

@@ -129,8 +129,13 @@ Place = str | Path | HasRun
 
 
 def folder_of(run: Place) -> Path:
-    """Return the folder of a run."""
-    return Path(run.run if isinstance(run, HasRun) else run)
+    """Return the folder of a run or a model. A name of the hub stands for its folder in the cache."""
+    path = Path(run.run if isinstance(run, HasRun) else run)
+    if path.exists():
+        return path
+    from meshwright.formats.hub.download import local_folder
+
+    return local_folder(path)
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:

@@ -13,8 +13,9 @@ from typing import Any
 
 from meshwright import planfile
 from meshwright.planfile.reading import MUST_SAY, FolderModel
-from meshwright.spec import Plan
+from meshwright.spec import Plan, presets
 from meshwright.spec.errors import ArgumentError, HubError, PlanError, argument
+from meshwright.spec.hub_names import looks_like_hub_name
 from meshwright.spec.model.shape import ModelShape
 
 TEXTS = (".jsonl", ".parquet", ".txt")
@@ -26,6 +27,8 @@ SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 SECONDS_OF_UNIT = {"d": 86_400.0, "h": 3600.0, "min": 60.0, "w": 604_800.0}
 MOST_S = 1e10
 """Longest time that is accepted, some 300 years."""
+MODEL_KEYS = ("model", "teacher")
+"""Keys of a plan that may name a folder of weights."""
 SAMPLES_WORD = "data.form=samples"
 TUNED_RANK = 16
 """Rank of adapters."""
@@ -74,6 +77,7 @@ def read_plan(
             raise ArgumentError(key, keys[key], "must be text or a path")
     sorted_words = [(word, plan_of(word)) for word in words]
     path, overrides, resume = sort_words([str(word) for word, plan in sorted_words if plan is None])
+    _download([*overrides, *(word for key in MODEL_KEYS if key in keys for word in words_of(key, keys[key]))])
     plans = [plan for _, plan in sorted_words if plan is not None]
     if len(plans) > 1 or (plans and path is not None):
         raise PlanError("two plans: give one, and changes as KEY=VALUE")
@@ -89,6 +93,26 @@ def read_plan(
     # The cluster may come from the file itself, so a degree `auto` is known only after a first reading.
     plan = read(1)
     return (read(plan.cluster.devices) if plan.cluster.devices > 1 else plan), resume
+
+
+def is_hub_name(model: str) -> bool:
+    """Return if this is `ORG/NAME`, and neither an existing path nor a preset."""
+    if not looks_like_hub_name(model) or Path(model).exists():
+        return False
+    try:
+        presets.published(model)
+    except PlanError:
+        return True
+    return False
+
+
+def _download(words: Sequence[str]) -> None:
+    """Bring models of the hub that words name into its cache, where the plan is read from. Raises ArgumentError."""
+    for key, _, name in (word.partition("=") for word in words):
+        if key in MODEL_KEYS and is_hub_name(name):
+            from meshwright.formats.hub.download import local_folder
+
+            local_folder(name)
 
 
 def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:

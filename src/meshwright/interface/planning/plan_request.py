@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import log2
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from meshwright import planfile
+from meshwright.formats.hub import download
 from meshwright.interface.planning.plan_reading import (
     QLORA_BASE,
     SAMPLES_WORD,
@@ -19,6 +19,7 @@ from meshwright.interface.planning.plan_reading import (
     TUNING_DEFAULTS,
     base_words,
     defaults_of,
+    is_hub_name,
     plan_of,
     rate_of_adapters,
     read_folder,
@@ -32,14 +33,13 @@ from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, Plan, presets
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError, argument
-from meshwright.spec.hub_names import download_command, looks_like_hub_name
+from meshwright.spec.hub_cache import find_snapshot
+from meshwright.spec.hub_names import download_command, split_revision
 from meshwright.spec.recipe.recipe import DISTILL
 from meshwright.spec.rules.legal import layout_violations
 from meshwright.spec.units import GIB
 
 CONFIG = "config.json"
-HUB_ANSWER_S = 2.0
-"""Seconds for the hub to answer at all, unless HF_HUB_ETAG_TIMEOUT is set."""
 SEQUENCE = 8192
 """Sequence of a recipe that names none: that of today's models, if the model has as many positions."""
 BATCH_TOKENS = 4_000_000
@@ -280,75 +280,17 @@ def _check_figures(plan: Plan, name: str) -> None:
         )
 
 
-def is_hub_name(model: str) -> bool:
-    """Return if this is `ORG/NAME`, and neither an existing path nor a preset."""
-    if not looks_like_hub_name(model) or Path(model).exists():
-        return False
-    try:
-        presets.published(model)
-    except PlanError:
-        return True
-    return False
-
-
 def config_folder(name: str) -> Path:
     """Return a folder with the config.json of a model: the copy in the hub's cache, or else a download.
 
     Raises ArgumentError, with the command to run instead, without a copy and a network.
     """
-    instead = f"where there is a network, run `{download_command(name, CONFIG)}`, and give {name.rpartition('/')[2]}"
-    try:
-        from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-        from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-    except ImportError:
-        raise ArgumentError(
-            "model",
-            name,
-            "is no preset and no folder here, and huggingface_hub is not installed",
-            f"run `pip install huggingface_hub`; or {instead}",
-        ) from None
-    # The cache first, which needs no network. Then one quick request, since a download retries for 23 seconds.
-    cached = try_to_load_from_cache(name, CONFIG)
-    if isinstance(cached, str):
-        return Path(cached).parent
+    if cached := find_snapshot(name, CONFIG):
+        return cached
+    folder = split_revision(name)[0].rpartition("/")[2]
+    instead = f"where there is a network, run `{download_command(name, CONFIG)}`, and give {folder}"
     absent = f"{argument('model', name)} is no preset, no folder here and not in the Hugging Face cache"
-    if constants.HF_HUB_OFFLINE:
-        raise ArgumentError(
-            "model", name, sentence=f"{absent}, and HF_HUB_OFFLINE forbids downloads: unset it; or {instead}"
-        )
-    if not _hub_answers():
-        raise ArgumentError("model", name, sentence=f"{absent}, and {constants.ENDPOINT} cannot be reached: {instead}")
-    try:
-        return Path(hf_hub_download(name, CONFIG)).parent
-    except GatedRepoError:
-        raise ArgumentError(
-            "model", name, "is gated", f"accept its terms on {constants.ENDPOINT}/{name} and run `hf auth login`"
-        ) from None
-    except RepositoryNotFoundError:
-        near = presets.suggest(name.rpartition("/")[2].lower(), presets.model_names())
-        raise ArgumentError("model", name, f"is not on the Hugging Face Hub; presets {near}") from None
-    except (LocalEntryNotFoundError, OSError, ValueError):
-        raise ArgumentError(
-            "model", name, sentence=f"{absent}, and {constants.ENDPOINT} did not send it: {instead}"
-        ) from None
-
-
-def _hub_answers() -> bool:
-    """Return if the hub answers one request in time. `hf_hub_download` would try six times, 23 seconds in all."""
-    from huggingface_hub import constants, get_session
-
-    is_set = constants.HF_HUB_ETAG_TIMEOUT != constants.DEFAULT_ETAG_TIMEOUT
-    seconds = float(constants.HF_HUB_ETAG_TIMEOUT) if is_set else HUB_ANSWER_S
-    answers: list[object] = []
-
-    def ask() -> None:
-        try:
-            answers.append(get_session().head(constants.ENDPOINT, timeout=seconds))
-        except Exception:  # each version of huggingface_hub has another client with errors of its own
-            return
-
-    # No timeout of a client covers the search for an address, which a silent name server holds for up to a minute.
-    asking = Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(seconds)
-    return bool(answers)
+    if reason := download.reason_not_to_ask():
+        remedy = "unset it; or " if "forbids" in reason else ""
+        raise ArgumentError("model", name, sentence=f"{absent}, and {reason}: {remedy}{instead}")
+    return download.fetch(name, (CONFIG,), instead)

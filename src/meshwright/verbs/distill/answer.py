@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.interface.answers.answer import HasPlan, check_new_file, checked
+from meshwright.interface.answers.answer import HasPlan, check_new_file, checked, folder_of
 from meshwright.interface.planning.plan_reading import plan_of, read_plan, words_of
 from meshwright.planfile.keys import overridden_keys
 from meshwright.planfile.writing import dump
@@ -107,7 +107,7 @@ def distillation_words(words: Sequence[Any], teacher: str, student: str) -> list
             raise ArgumentError("student", student, "is not known", "write teacher:layers=N, as teacher:layers=6")
         _check_student(student)
         return [*added, f"model={student}"]
-    folder = Path(theirs).expanduser()
+    folder = folder_of(Path(theirs).expanduser())
     if not theirs or not folder.is_dir():
         raise ArgumentError(
             "student",
@@ -155,7 +155,7 @@ def _check_student(student: str) -> None:
                 "as teacher:layers=6"
             ),
         )
-    if not Path(student).expanduser().exists():
+    if not folder_of(Path(student).expanduser()).exists():
         try:
             presets.published(student, "student")
         except PlanError as error:

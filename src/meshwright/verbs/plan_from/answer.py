@@ -9,8 +9,8 @@ from typing import Any
 from meshwright.interface.answers.answer import Answer, checked
 from meshwright.interface.answers.markup import line, table, whole
 from meshwright.interface.planning.layouts import SEARCHED, PlannedLayout, layout_cells, layout_html
-from meshwright.interface.planning.plan_reading import Section, read_folder, section_words
-from meshwright.interface.planning.plan_request import MOST_NODES, config_folder, is_hub_name
+from meshwright.interface.planning.plan_reading import Section, is_hub_name, read_folder, section_words
+from meshwright.interface.planning.plan_request import MOST_NODES, config_folder
 from meshwright.planner.explain import document
 from meshwright.planner.search.ranking import search
 from meshwright.planner.search.recommend import LayoutChange, cheapest_fixes, recommend
