@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -102,6 +102,20 @@ def plan(
     top: Annotated[
         int | None, typer.Option("--top", metavar="INT", help="Number of alternatives to list. [default: 4]")
     ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sweep",
+            metavar="KEY=A,B,...",
+            help="A table with a row for each value of a layout's key, `nodes`, `cluster` or `recipe.KEY`: tp=1,2,4,8. "
+            "Twice = a grid. What --layout leaves open is searched for each row.",
+            show_default=False,
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE.html", help="With --sweep: also write one page, with a curve."),
+    ] = None,
     serve: AskedServe = False,
     input_length: AskedInput = None,
     output_length: AskedOutput = None,
@@ -135,6 +149,19 @@ def plan(
     if model is None:
         remedy = f"give a preset, a folder or a plan file, or {argument('source', 'FILE')}"
         raise ArgumentError("model", rule="is missing", remedy=remedy)
+    if html is not None and not sweep:
+        raise ArgumentError("html", html, f"is for {argument('sweep')}", "leave it out")
+    if sweep:
+        unused = {"tokens": tokens, "price": price, "save": save, "top": top, "serve": serve, "out": output,
+                  "teacher": teacher, "details": details}  # fmt: skip
+        for name, setting in unused.items():
+            if setting:
+                raise ArgumentError(name, setting, f"does not go with {argument('sweep')}", "leave one of them out")
+        _show_sweep(
+            html, json, model=model, sweeps=sweep, cluster=cluster, nodes=nodes, layout=layout, recipe=recipe,
+            tune=tune, memory=memory, stack=stack, document_tokens=document_tokens,
+        )  # fmt: skip
+        return
     _check_folder(output, stack)
     load: dict[str, str | int | None] = {
         "input_length": input_length, "output_length": output_length, "concurrency": concurrency,
@@ -195,6 +222,26 @@ def plan(
         show(after_plan(answer, written))
     elif save:
         show(["", *_command(answer.plan, save)])
+
+
+def _show_sweep(html: Path | None, json: bool, **arguments: Any) -> None:
+    """Print a sweep, and write its page."""
+    from meshwright.interface.answers.answer import check_page, write_page
+    from meshwright.interface.terminal.screen_text import print_json, show
+    from meshwright.verbs.commands import option_writer
+    from meshwright.verbs.plan.sweep import plan_sweep
+
+    if html is not None:
+        check_page(html, "sweep.html", "html")
+    answer = plan_sweep(**arguments)
+    if html is not None:
+        write_page(html, answer.page())
+    if json:
+        print_json(answer.to_dict())
+        return
+    show(answer.lines(option_writer(["plan"])))
+    if html is not None:
+        print(f"  Written to {html}")
 
 
 def _with_gpus(cluster: str | None, gpus: int | None) -> str | None:

@@ -1,0 +1,252 @@
+"""`plan --sweep KEY=A,B,...`: what `plan` recommends for each value of one key, or of two, as one table."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from meshwright.interface.answers.answer import Answer, HasPlan, checked
+from meshwright.interface.answers.markup import HEAD, curve, line, step_length, table, whole
+from meshwright.interface.planning.layouts import CARRIED, DEGREES, WORDS, PlannedLayout
+from meshwright.interface.planning.plan_reading import Section, section_words
+from meshwright.interface.terminal.screen_text import width, wrapped
+from meshwright.spec import Plan
+from meshwright.spec.errors import ArgumentError, DoesNotFit, MeshwrightError, Writer, write_in_python
+from meshwright.spec.presets import suggest
+from meshwright.spec.units import GIB
+from meshwright.verbs.plan.answer import plan
+
+CLUSTER_KEYS = ("cluster", "nodes")
+LAYOUT_KEYS = (*DEGREES, *WORDS, *CARRIED)
+MOST_ROWS = 100
+COLUMNS = ("tokens/s per GPU", "change", "MFU", "step", "GiB", "exposed", "bubble")
+Keys = dict[str, str]
+"""Swept key -> its value in a row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRow:
+    """One value of each swept key, with the layout that `plan` recommends for it."""
+
+    keys: Keys
+    planned: PlannedLayout | None = None
+    """The nearest layout where none fits. None = none is legal."""
+    error: MeshwrightError | None = None
+    """The reason why no layout can be recommended. None = there is one."""
+
+    @property
+    def refused(self) -> str:
+        """The reason in words, with arguments as in Python. Empty = there is none."""
+        return "" if self.error is None else str(self.error)
+
+    @property
+    def fitting(self) -> PlannedLayout | None:
+        """The recommended layout. None = refused."""
+        return None if self.error else self.planned
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Communication of a step that runs beside no computation: exchanges, gathers and sums. 0 = refused."""
+        time = {} if self.planned is None else self.planned.time
+        return sum(time.get(part, 0.0) for part in ("exchange", "weights", "gradients"))
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SweepAnswer(Answer):
+    """A row for every combination of values, in the order given."""
+
+    names: tuple[str, ...]
+    """The swept keys."""
+    sweep_rows: tuple[SweepRow, ...]
+    words: tuple[str, ...] = ()
+    """Fields of the layout that are the same in all rows. The others are searched for each row."""
+
+    @cached_property
+    def first_rate(self) -> float:
+        """Tokens/s per device of the first row with a layout, to which `change` refers. 0 = there is none."""
+        return next((row.fitting.tokens_per_second_per_device for row in self.sweep_rows if row.fitting), 0.0)
+
+    @property
+    def title(self) -> str:
+        """The model and all that is the same in every row."""
+        plan = next(row.planned for row in self.sweep_rows if row.planned).plan
+        cluster, recipe = plan.cluster, plan.recipe
+        nodes = "nodes of " if "nodes" in self.names else f"{cluster.nodes} x "
+        machine = "" if "cluster" in self.names else f" on {nodes}{cluster.devices_per_node} {cluster.device.name}"
+        swept = any(name.startswith("recipe.") for name in self.names)
+        batch = "" if swept else f", {recipe.global_batch} x {recipe.sequence:,} tokens per step, {recipe.precision}"
+        return f"{plan.model.name}{machine}{batch}"
+
+    @property
+    def rule(self) -> str:
+        """A sentence on fixed fields and on those that each row searches."""
+        free = "" if any(word.startswith("micro_batch=") for word in self.words) else ", micro_batch included"
+        fixed = f"Fixed: {' '.join(self.words)}. " if self.words else ""
+        return f"{fixed}Each row is the layout that plan recommends: what is not fixed is searched anew{free}."
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return figures and layout of each row, named as in the document of `plan`."""
+        rows = []
+        for row in self.sweep_rows:
+            figures = row.planned.row() if row.planned else {}
+            if row.planned:
+                figures |= {"exposed_seconds": row.exposed_seconds, "nodes": row.planned.plan.cluster.nodes}
+            rows.append({"swept": dict(row.keys), "fits": not row.refused, "refused": row.refused, **figures})
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document that `plan --sweep --json` prints."""
+        return {"sweep": list(self.names), "title": self.title, "fixed": list(self.words), "rows": self.rows()}
+
+    def cells(self, row: SweepRow) -> tuple[str, ...]:
+        """Return the text of COLUMNS. Empty = refused."""
+        if (planned := row.fitting) is None:
+            return ()
+        rate = planned.tokens_per_second_per_device
+        change = rate / self.first_rate - 1
+        return (
+            f"{rate:,.0f}", f"{change:+.0%}" if round(100 * change) else "0%", f"{planned.mfu_full:.1%}",
+            step_length(planned.step_seconds), f"{planned.peak_bytes / GIB:.1f}{'!' if planned.tight else ''}",
+            f"{row.exposed_seconds / planned.step_seconds:.1%}",
+            f"{planned.time['bubble'] / planned.step_seconds:.1%}",
+        )  # fmt: skip
+
+    def lines(self, write: Writer = write_in_python) -> Iterator[str]:
+        """Yield the answer for the terminal. `write` writes the arguments in reasons."""
+        yield from wrapped(self.title, width())
+        yield from wrapped(self.rule, width())
+        yield ""
+        widths = [max(len(name), *(len(row.keys[name]) for row in self.sweep_rows)) for name in self.names]
+        lead = "  ".join(f"{name:<{size}}" for name, size in zip(self.names, widths, strict=True))
+        yield f"  {lead}" + "".join(f" {head:>9}" for head in ("tok/s/GPU", *COLUMNS[1:]))
+        for row in self.sweep_rows:
+            lead = "  " + "  ".join(f"{row.keys[name]:<{size}}" for name, size in zip(self.names, widths, strict=True))
+            if row.fitting:
+                yield lead + "".join(f" {cell:>9}" for cell in self.cells(row))
+                yield from wrapped(row.fitting.words, width(), " " * (len(lead) + 2))
+            elif row.error:
+                yield from wrapped(row.error.written(write), width(), f"{lead}  ")
+        yield ""
+        if any(row.fitting and row.fitting.tight for row in self.sweep_rows):
+            yield "  ! hardly any memory is left: it may not fit."
+        yield from wrapped(EXPLAINED, width(), "  ")
+
+    def page(self) -> str:
+        """Return one HTML page: a picture of throughput over the first key, and the table."""
+        title = f"<title>Sweep over {' and '.join(self.names)}</title>"
+        return f'{HEAD}{title}</head><body style="margin: 1.5rem">{self._repr_html_()}</body></html>'
+
+    def _repr_html_(self) -> str:
+        body = []
+        for row in self.sweep_rows:
+            cells = self.cells(row) or ("",) * len(COLUMNS)
+            body.append((*row.keys.values(), *cells, row.fitting.words if row.fitting else row.refused))
+        return whole(line(self.title), line(self.rule), self._picture(), line(EXPLAINED),
+                     table((*self.names, *COLUMNS, "layout, or why there is none"), body))  # fmt: skip
+
+    def _picture(self) -> str:
+        """Return throughput per device over the first key, a line for each value of the second."""
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for row in self.sweep_rows:
+            across, *rest = row.keys.values()
+            if row.fitting and across.isdecimal():
+                name = f"{self.names[1]}={rest[0]}" if rest else "predicted"
+                lines.setdefault(name, []).append((float(across), row.fitting.tokens_per_second_per_device))
+        return curve(lines, self.names[0], "tokens/s per GPU") if lines else ""
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
+
+
+EXPLAINED = (
+    "change: throughput against the first row. exposed: share of the step for exchanges, gathers and sums beside "
+    "which nothing is computed."
+)
+
+
+@checked
+def plan_sweep(
+    model: str | Path | Plan | HasPlan,
+    sweeps: Sequence[str] | Mapping[str, Any],
+    *,
+    cluster: str | None = None,
+    nodes: int | None = None,
+    layout: Section = None,
+    recipe: Section = None,
+    tune: str = "",
+    memory: float | None = None,
+    stack: str = "",
+    document_tokens: float = 0.0,
+) -> SweepAnswer:
+    """Plan a model for every value of one key, or of two.
+
+    Args:
+        model: As for `plan`.
+        sweeps: One or two keys with their values: ["tp=1,2,4"] or {"tp": [1, 2, 4]}. A key is `nodes`, `cluster`, a
+            field of the layout, or `recipe.KEY`.
+        cluster: As for `plan`, as are all other arguments.
+        nodes: Number of nodes.
+        layout: Fixed fields, the same in all rows. The rest is searched for each row.
+        recipe: Changes of the recipe, the same in all rows.
+        tune: "full", "lora", "qlora" or "lora:64".
+        memory: GiB of each device that a layout may use.
+        stack: Training software to plan for.
+        document_tokens: Average length of the packed document around a token.
+
+    Raises:
+        ArgumentError: A key cannot be swept.
+        MeshwrightError: No row can be planned: the reason of the first.
+    """
+    values = _values(sweeps)
+    for name, setting in (("cluster", cluster), ("nodes", nodes)):
+        if name in values and setting is not None:
+            raise ArgumentError(name, setting, "is swept", "leave one of them out")
+    words, changes = section_words(layout), section_words(recipe)
+    rows = []
+    for combination in product(*values.values()):
+        keys = dict(zip(values, combination, strict=True))
+        degrees = [f"{key}={setting}" for key, setting in keys.items() if key in LAYOUT_KEYS]
+        more = [f"{key[7:]}={setting}" for key, setting in keys.items() if key.startswith("recipe.")]
+        planned: PlannedLayout | None = None
+        failure: MeshwrightError | None = None
+        try:
+            planned = plan(
+                model, cluster=keys.get("cluster", cluster), nodes=int(keys["nodes"]) if "nodes" in keys else nodes,
+                layout=[*words, *degrees], recipe=[*changes, *more], tune=tune, listed=1, memory=memory, stack=stack,
+                document_tokens=document_tokens,
+            ).best  # fmt: skip
+        except DoesNotFit as error:
+            failure = error
+            if isinstance(error.answer, PlannedLayout):
+                planned = error.answer
+        except MeshwrightError as refusal:
+            failure = refusal
+        rows.append(SweepRow(keys=keys, planned=planned, error=failure))
+    if rows[0].error is not None and all(row.planned is None for row in rows):
+        raise rows[0].error  # a table of refusals alone answers nothing
+    fixed = " ".join(words).replace(",", " ").split()
+    return SweepAnswer(names=tuple(values), sweep_rows=tuple(rows), words=tuple(fixed))
+
+
+def _values(sweeps: Sequence[str] | Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return {"tp": ["1", "2"]}. Raises ArgumentError for keys that no plan has, and for values twice."""
+    pairs = sweeps.items() if isinstance(sweeps, Mapping) else (word.partition("=")[::2] for word in sweeps)
+    values: dict[str, list[str]] = {}
+    for key, listed in pairs:
+        name, texts = key.strip().removeprefix("layout."), listed.split(",") if isinstance(listed, str) else listed
+        settings = [str(setting).strip() for setting in texts]
+        shown = f"{key}={','.join(settings)}"
+        if name not in (*CLUSTER_KEYS, *LAYOUT_KEYS) and not name.startswith("recipe."):
+            remedy = f"{name!r} cannot be swept; {suggest(name, [*CLUSTER_KEYS, *LAYOUT_KEYS], 1)}, or recipe.KEY"
+            raise ArgumentError("sweep", shown, remedy=remedy)
+        if not all(settings) or len({*settings}) < len(settings) or name in values:
+            raise ArgumentError("sweep", shown, "must give each value once", "write KEY=A,B,C")
+        if name == "nodes" and not all(setting.isdecimal() for setting in settings):
+            raise ArgumentError("sweep", shown, remedy="nodes takes whole numbers of 1 or more")
+        values[name] = settings
+    rows = len([*product(*values.values())])
+    if not 1 <= len(values) <= 2 or rows > MOST_ROWS:
+        raise ArgumentError("sweep", rule=f"takes one key or two, and at most {MOST_ROWS} combinations of their values")
+    return values

@@ -1,0 +1,94 @@
+"""`plan --sweep`: a row for each value, equal to what `plan` says of it alone, and refusals as rows."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import meshwright as mw
+from meshwright.verbs.main import main
+from meshwright.verbs.plan.sweep import plan_sweep
+
+MODEL = ["plan", "llama-3.2-1b", "--cluster", "h100x8", "--recipe", "global_batch=64,sequence=4096"]
+FIXED = "pp=1,cp=1,zero=1,micro_batch=1,recompute=none,cuda_graphs=off"
+
+
+def test_each_row_is_what_plan_says_of_that_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*MODEL, "--layout", FIXED, "--sweep", "tp=1,2,3", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["sweep"] == ["tp"] and document["fixed"] == FIXED.split(",")
+    single, double, triple = document["rows"]
+    for row, tp in ((single, 1), (double, 2)):
+        assert row["swept"] == {"tp": str(tp)} and row["fits"] and not row["refused"]
+        assert main([*MODEL, "--layout", f"{FIXED},tp={tp}", "--json"]) == 0
+        alone = json.loads(capsys.readouterr().out)
+        assert row["step_seconds"] == alone["step_seconds"]
+        assert row["peak_bytes"] == alone["peak_bytes"]
+        # Throughput and exposed communication by arithmetic of the test's own.
+        assert row["tokens_per_second_per_device"] == pytest.approx(64 * 4096 / 8 / row["step_seconds"])
+        seconds = {part["what"]: part["seconds"] for part in alone["time"]}
+        assert row["exposed_seconds"] == pytest.approx(
+            sum(seconds.get(part, 0) for part in ("exchange", "weights", "gradients"))
+        )
+    assert double["exposed_seconds"] > single["exposed_seconds"]
+    assert not triple["fits"] and "does not divide the 8 devices" in triple["refused"] and "tp" not in triple
+
+
+def test_what_does_not_fit_stays_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama-3.1-70b", "--cluster", "h100x8", "--layout", "zero=3,micro_batch=1,recompute=full"]
+    assert main([*words, "--sweep", "nodes=1,8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[next(n for n, line in enumerate(lines) if "tok/s/GPU" in line) :]
+    assert "legal layouts fits" in table[1] and table[1].split()[0] == "1"
+    assert any(line.split()[:1] == ["8"] and "%" in line for line in table)
+
+
+def test_two_keys_are_a_grid_and_the_page_has_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "sweep.html"
+    sweeps = ["--sweep", "nodes=1,2", "--sweep", "overlap=on,off", "--html", str(page)]
+    assert main([*MODEL, "--layout", "dp_shard=8,zero=2,tp=1,pp=1,cp=1,micro_batch=1,recompute=none", *sweeps]) == 0
+    assert str(page) in capsys.readouterr().out
+
+    class Cells(HTMLParser):
+        rows = lines = 0
+
+        def handle_starttag(self, tag: str, attributes: object) -> None:
+            self.rows += tag == "tr"
+            self.lines += tag == "polyline"
+
+    cells = Cells()
+    cells.feed(page.read_text(encoding="utf-8"))
+    assert (cells.rows, cells.lines) == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--sweep", "tq=1,2"], "'tq' cannot be swept"),
+        (["--sweep", "tp=1,1"], "--sweep tp=1,1 must give each value once"),
+        (["--sweep", "tp"], "must give each value once: write KEY=A,B,C"),
+        (["--sweep", "nodes=two"], "nodes takes whole numbers"),
+        (["--sweep", "nodes=1,2", "--nodes", "2"], "--nodes 2 is swept: leave one of them out"),
+        (["--sweep", "tp=2,4", "--layout", "tp=8"], "--layout has tp=8 and tp=2"),
+        (["--sweep", "tp=2", "--sweep", "pp=2", "--sweep", "cp=2"], "takes one key or two"),
+        (["--sweep", "tp=2", "--save", "plan.yaml"], "--save plan.yaml does not go with --sweep"),
+        (["--html", "page.html"], "--html page.html is for --sweep"),
+        (["--sweep", "tp=1,2", "--recipe", "sequence=x"], "recipe.sequence"),
+    ],
+)
+def test_a_sweep_that_makes_no_sense_is_one_sentence(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*MODEL, *words]) == 2
+    printed = " ".join(capsys.readouterr().err.split())
+    assert sentence in printed
+
+
+def test_in_python_a_sweep_is_a_dictionary() -> None:
+    answer = plan_sweep(
+        "llama-3.2-1b", {"tp": [1, 2]}, cluster="h100x8", recipe="global_batch=64,sequence=4096", layout=FIXED
+    )
+    assert mw.plan_sweep is plan_sweep
+    rates = [row["tokens_per_second_per_device"] for row in answer.rows()]
+    assert f"{rates[1] / rates[0] - 1:+.0%}" in repr(answer)
