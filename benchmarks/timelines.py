@@ -1,0 +1,286 @@
+"""Lines of time: what a rank computes and sends, as the planner says of a cluster and as this machine runs it.
+
+    python -m benchmarks.timelines data                    # without overlap and with it
+    python -m benchmarks.timelines tensor                  # the exchanges of tensor parallelism
+    python -m benchmarks.timelines context                 # ring and all-gather
+    python -m benchmarks.timelines pipeline                # afab, 1f1b, interleaved, zb-h1
+    python -m benchmarks.timelines data --planned          # the planner's half alone, at once
+    python -m benchmarks.timelines data --picture lines.png
+
+The planner's half is Llama-3.1-8B on the H100 of one node: four layers of it, and all 32 in a pipeline. The measured
+half is a small model on two processes of this machine's CPU: the shortest of four steps of `meshwright profile`. So
+compare shapes, not seconds. Whoever comes first to a collective waits for the others, which on a shared CPU is most of
+what is seen as exposed.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.planner.step.predict import Estimator, build_estimator
+from meshwright.planner.time.collectives import StageContents, sharing
+from meshwright.spec import Layout, Plan, Recipe, presets
+from meshwright.spec.layout.replay import replay
+from meshwright.spec.layout.schedule import KINDS, schedule
+
+COMPUTES, SENDS = "computes", "communicates"
+LAYERS = 4
+SMALL = ("recipe.sequence=128", "recipe.global_batch=8", "recipe.precision=fp32")
+MODELS = {"data": "llama-100m", "tensor": "llama-10m", "context": "llama-10m", "pipeline": "llama-10m"}
+"""Presets that are measured. Gradients of data parallelism need blocks of some MiB, else all are summed as one."""
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "data": {
+        "overlap=off": {"dp_replicate": 8, "overlap": "off"},
+        "overlap=on": {"dp_replicate": 8},
+    },
+    "tensor": {
+        "tp=8, sp": {"tp": 8, "sp": True},
+        "the same, overlap=off": {"tp": 8, "sp": True, "overlap": "off"},
+    },
+    "context": {
+        "context=all-gather": {"cp": 8, "context": "all-gather"},
+        "context=ring": {"cp": 8},
+    },
+    "pipeline": {
+        name: {"pp": 4, "schedule": name, "vp": KINDS[name].stages} for name in ("afab", "1f1b", "interleaved", "zb-h1")
+    },
+}
+"""Name -> case -> its layout on the cluster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One thing on a line of time."""
+
+    line: str
+    label: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lines:
+    """The lines of one case. `exposed_s`: communication and bubble beside which the busiest rank computes nothing."""
+
+    pieces: tuple[Piece, ...]
+    exposed_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Until the last piece has ended."""
+        return max(piece.end_s for piece in self.pieces)
+
+
+class Rank:
+    """A rank's two lines, on each of which one thing follows another."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.free = {COMPUTES: 0.0, SENDS: 0.0}
+
+    def run(self, line: str, label: str, seconds: float, ready_s: float = 0.0) -> float:
+        """Begin once it is ready and the line is free. Returns its end."""
+        start_s = max(self.free[line], ready_s)
+        self.free[line] = start_s + seconds
+        if seconds:
+            self.pieces.append(Piece(line=line, label=label, start_s=start_s, end_s=self.free[line]))
+        return self.free[line]
+
+    def lines(self) -> Lines:
+        """What was run."""
+        worked = sum(piece.end_s - piece.start_s for piece in self.pieces if piece.line == COMPUTES)
+        return Lines(pieces=tuple(self.pieces), exposed_s=max(self.free.values()) - worked)
+
+
+def estimator_of(layout: Layout, batch: int, layers: int = LAYERS) -> Estimator:
+    """The planner of an 8B model of so many layers on a node of eight H100."""
+    model = replace(presets.model("llama-3.1-8b"), layers=layers)
+    recipe = Recipe(sequence=8192, global_batch=batch, precision="bf16")
+    return build_estimator(
+        Plan(model=model, recipe=recipe, layout=layout, cluster=presets.cluster(f"h100x{layout.world}", 1))
+    )
+
+
+def planned_data(layout: Layout) -> Lines:
+    """One micro-batch: layers forward and backward, and the sum of each layer's gradients."""
+    estimator = estimator_of(layout, layout.dp)
+    block = estimator.costs.parts(layout)[1].dense
+    sum_s = sharing(
+        estimator.shape, layout, StageContents((0,), False, False), estimator.links, 2.0, 4.0, False
+    ).reduce_s
+    rank = Rank()
+    for _ in range(LAYERS):
+        rank.run(COMPUTES, "forward", block.forward_s)
+    ends = [rank.run(COMPUTES, "backward", block.backward_s) for _ in range(LAYERS)]
+    for end_s in ends:
+        rank.run(SENDS, "sum", sum_s, end_s if layout.overlap == "on" else ends[-1])
+    return rank.lines()
+
+
+def planned_exchanges(layout: Layout) -> Lines:
+    """One micro-batch: each layer's computation, and behind it what its exchanges expose."""
+    block = estimator_of(layout, 1).costs.parts(layout)[1].dense
+    # The planner halves a layer's exchanges over its two passes (BACKWARD_EXCHANGES).
+    exposed_s, rank = block.exchange_s / 2, Rank()
+    for label, seconds in (("forward", block.forward_s), ("backward", block.backward_s)):
+        for _ in range(LAYERS):
+            end_s = rank.run(COMPUTES, label, seconds - exposed_s, rank.free[SENDS])
+            rank.run(SENDS, "exposed exchange", exposed_s, end_s)
+    return rank.lines()
+
+
+def planned_pipeline(layout: Layout) -> Lines:
+    """Eight micro-batches through the schedule, in the planner's seconds."""
+    estimator = estimator_of(layout, 8, 32)
+    stages = estimator.costs.stages(layout, estimator.costs.pass_terms(layout))
+    played = replay(schedule(layout.schedule, layout.pp, 8, layout.vp), stages, estimator.costs.send_s(layout))
+    pieces = [
+        Piece(line=f"rank {rank}", label=span.action.kind, start_s=span.start_s, end_s=span.end_s)
+        for rank, spans in enumerate(played.spans)
+        for span in spans
+    ]
+    busiest = max(sum(span.end_s - span.start_s for span in spans) for spans in played.spans)
+    return Lines(pieces=tuple(pieces), exposed_s=played.total_s - busiest)
+
+
+PLANNED = {
+    "data": planned_data, "tensor": planned_exchanges, "context": planned_exchanges, "pipeline": planned_pipeline,
+}  # fmt: skip
+
+
+def planned(name: str) -> dict[str, Lines]:
+    """The planner's lines of every case."""
+    cases = CASES[name].items()
+    return {case: PLANNED[name](Layout(micro_batch=1, compile="off", **degrees)) for case, degrees in cases}
+
+
+def small_layout(degrees: dict[str, Any]) -> list[str]:
+    """The same layout over two processes, as words of a command."""
+    halved = {key: 2 if key in ("dp_replicate", "tp", "cp", "pp") else setting for key, setting in degrees.items()}
+    micro_batch = 1 if "pp" in degrees else 4
+    return [f"layout.{key}={str(setting).lower()}" for key, setting in {**halved, "micro_batch": micro_batch}.items()]
+
+
+def measured(name: str) -> dict[str, Lines]:
+    """The shortest of four steps of each case, profiled on two processes of this machine."""
+    import meshwright as mw
+
+    lines = {}
+    for case, degrees in CASES[name].items():
+        with tempfile.TemporaryDirectory() as folder:
+            model = f"model={MODELS[name]}", f"model.layers={LAYERS}"
+            mw.profile(*model, *SMALL, f"run={folder}", *small_layout(degrees), steps=4)
+            events = json.loads(Path(folder, "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+        lines[case] = of_trace(events, by_rank=name == "pipeline")
+    return lines
+
+
+def of_trace(events: list[dict[str, Any]], *, by_rank: bool) -> Lines:
+    """The shortest step of a trace: of rank 0, or of each rank its passes alone."""
+    threads = {
+        (event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
+    steps = [event for event in events if event["ph"] == "X" and event["name"].startswith("step ")]
+    # The shortest step is the one that other programs disturbed least.
+    step = min((event for event in steps if event["pid"] == 0), key=lambda event: event["dur"])
+    begin, end = step["ts"], step["ts"] + step["dur"]
+    pieces, waited = [], 0.0
+    for event in events:
+        inside = event["ph"] == "X" and not event["name"].startswith("step ")
+        inside = inside and begin <= event["ts"] < end and (by_rank or event["pid"] == 0)
+        if inside and threads.get((event["pid"], event.get("tid"))) == "waiting":
+            waited += event["dur"] * (event["pid"] == 0)
+            if by_rank:
+                continue
+            label, line = "exposed wait", SENDS
+        elif inside:
+            label, line = event["name"].split()[0], f"rank {event['pid']}" if by_rank else COMPUTES
+        else:
+            continue
+        starts, ends = event["ts"] - begin, event["ts"] + event["dur"] - begin
+        pieces.append(Piece(line=line, label=label, start_s=starts / 1e6, end_s=ends / 1e6))
+    if not by_rank:
+        pieces += list(calls(events, begin, end))
+    return Lines(pieces=tuple(pieces), exposed_s=waited / 1e6)
+
+
+def calls(events: list[dict[str, Any]], begin: float, end: float) -> Iterator[Piece]:
+    """Collectives of rank 0 under way: pairs of events that begin and end with one id."""
+    starts = {
+        (event["id"], event["name"], event["tid"]): event["ts"]
+        for event in events
+        if event["ph"] == "b" and event["pid"] == 0
+    }
+    for event in events:
+        if event["ph"] != "e" or event["pid"] != 0 or not begin <= event["ts"] <= end:
+            continue
+        start = starts[event["id"], event["name"], event["tid"]]
+        if start >= begin:
+            yield Piece(
+                line=SENDS, label="collective", start_s=(start - begin) / 1e6, end_s=(event["ts"] - begin) / 1e6
+            )
+
+
+def draw(name: str, halves: dict[str, dict[str, Lines]], file: Path) -> None:
+    """Draw a row for each case, a column for each half."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    colors = {
+        "forward": "#1f5fa8", "F": "#1f5fa8", "backward": "#d9661f", "B": "#d9661f", "BW": "#d9661f", "W": "#7a4fa3",
+        "sum": "#3a8f5c", "collective": "#3a8f5c", "exposed exchange": "#3a8f5c", "exposed wait": "#b3261e",
+    }  # fmt: skip
+    cases = CASES[name]
+    sheet = Figure(figsize=(11, 0.5 + 1.25 * len(cases)), layout="constrained", facecolor="white")
+    panels = sheet.subplots(len(cases), len(halves), squeeze=False)
+    used: dict[str, str] = {}
+    for column, (half, lines_of) in enumerate(halves.items()):
+        longest = max(lines.total_s for lines in lines_of.values())
+        for row, (case, lines) in enumerate(lines_of.items()):
+            axes, names = panels[row][column], sorted({piece.line for piece in lines.pieces})
+            # Waits are drawn last, over the collectives that they wait for.
+            for piece in sorted(lines.pieces, key=lambda piece: piece.label == "exposed wait"):
+                color = used[piece.label] = colors.get(piece.label, "#999999")
+                low, length = -names.index(piece.line), 1e3 * (piece.end_s - piece.start_s)
+                axes.add_patch(Rectangle((1e3 * piece.start_s, low), length, 0.85, facecolor=color, edgecolor="white",
+                                         linewidth=0.4))  # fmt: skip
+            axes.set_xlim(0, 1.02e3 * longest)
+            axes.set_ylim(1 - len(names) - 0.1, 1)
+            axes.set_yticks([0.43 - index for index in range(len(names))], names, fontsize=8)
+            axes.tick_params(labelsize=8)
+            axes.spines[["top", "right"]].set_visible(False)
+            exposed = f"{lines.exposed_s / lines.total_s:.0%} exposed" if lines.total_s else ""
+            axes.set_title(f"{half}: {case}, {1e3 * lines.total_s:,.0f} ms, {exposed}", loc="left", fontsize=8)
+    marks = [Rectangle((0, 0), 1, 1, facecolor=color) for color in used.values()]
+    sheet.legend(marks, list(used), loc="outside lower center", ncols=len(used), fontsize=8, frameon=False)
+    sheet.savefig(file, dpi=110)
+
+
+def main() -> None:
+    """Plan and measure one kind of parallelism."""
+    reader = argparse.ArgumentParser(description="Lines of time, planned and measured.")
+    reader.add_argument("name", choices=sorted(CASES), help="what to show")
+    reader.add_argument("--planned", action="store_true", help="leave the measured half out")
+    reader.add_argument("--picture", type=Path, metavar="FILE.png", help="draw both halves")
+    options = reader.parse_args()
+    halves = {"H100, planned": planned(options.name)}
+    if not options.planned:
+        halves["this CPU, measured"] = measured(options.name)
+    for half, lines_of in halves.items():
+        print(half)
+        for case, lines in lines_of.items():
+            share = lines.exposed_s / lines.total_s
+            print(
+                f"  {case:<24}{1e3 * lines.total_s:>10.2f} ms, exposed {1e3 * lines.exposed_s:>8.2f} ms ({share:.0%})"
+            )
+    if options.picture:
+        draw(options.name, halves, options.picture)
+        print(f"written to {options.picture}")
+
+
+if __name__ == "__main__":
+    main()
