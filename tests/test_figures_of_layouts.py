@@ -18,7 +18,7 @@ def test_bubbles_are_those_of_the_formulas() -> None:
             p, m, v = map(int, key.split())
             if run is None:
                 continue
-            if name in ("afab", "1f1b", "interleaved"):
+            if name in ("afab", "1f1b") or (name == "interleaved" and m % p == 0):
                 assert run["bubble"] == pytest.approx((p - 1) / (v * m), abs=1e-5), (name, key)
                 checked += 1
             if name == "zb-h1" and m >= 2 * p:

@@ -16,7 +16,7 @@ GPUS, NODES = 8, 8
 def record(model: str, tp: int, recompute: Any) -> dict[str, Any]:
     """One layout: tp x dp_shard = 64, ZeRO-1, one sequence per micro-batch."""
     layout = Layout(
-        tp=tp, sp=tp > 1, dp_shard=GPUS * NODES // tp, zero=1, micro_batch=1, recompute=recompute, compile="on",
+        tp=tp, sp=tp > 1, dp_shard=GPUS * NODES // tp, zero=1, micro_batch=1, recompute=recompute,
         cuda_graphs="off",
     )  # fmt: skip
     recipe = Recipe(sequence=8192, global_batch=512, precision="bf16")
