@@ -29,9 +29,13 @@ from meshwright.spec.layout.schedule import KINDS, schedule
 
 COMPUTES, SENDS = "computes", "communicates"
 LAYERS = 4
-SMALL = ("recipe.sequence=128", "recipe.global_batch=8", "recipe.precision=fp32")
-MODELS = {"data": "llama-100m", "tensor": "llama-10m", "context": "llama-10m", "pipeline": "llama-10m"}
-"""Presets that are measured. Gradients of data parallelism need blocks of some MiB, else all are summed as one."""
+SMALL = (
+    "model=llama-10m",
+    f"model.layers={LAYERS}",
+    "recipe.sequence=128",
+    "recipe.global_batch=8",
+    "recipe.precision=fp32",
+)
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "data": {
         "overlap=off": {"dp_replicate": 8, "overlap": "off"},
@@ -172,8 +176,7 @@ def measured(name: str) -> dict[str, Lines]:
     lines = {}
     for case, degrees in CASES[name].items():
         with tempfile.TemporaryDirectory() as folder:
-            model = f"model={MODELS[name]}", f"model.layers={LAYERS}"
-            mw.profile(*model, *SMALL, f"run={folder}", *small_layout(degrees), steps=4)
+            mw.profile(*SMALL, f"run={folder}", *small_layout(degrees), steps=4)
             events = json.loads(Path(folder, "trace.json").read_text(encoding="utf-8"))["traceEvents"]
         lines[case] = of_trace(events, by_rank=name == "pipeline")
     return lines
