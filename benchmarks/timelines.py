@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from meshwright.planner.cost.block import first_half, layer, with_attention_kind
+from meshwright.planner.cost.stage_costs import block_time
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.spec import Layout, Plan, Recipe, presets
@@ -127,12 +129,15 @@ def planned_data(layout: Layout) -> Lines:
 
 def planned_exchanges(layout: Layout) -> Lines:
     """One micro-batch: each layer's computation, and behind it what its exchanges expose."""
-    block = estimator_of(layout, 1).costs.parts(layout)[1].dense
-    # The planner halves a layer's exchanges over its two passes (BACKWARD_EXCHANGES).
-    exposed_s, rank = block.exchange_s / 2, Rank()
-    for label, seconds in (("forward", block.forward_s), ("backward", block.backward_s)):
+    estimator = estimator_of(layout, 1)
+    local, _ = estimator.costs.parts(layout)
+    half = first_half(with_attention_kind(local, 0, state=False))
+    block = layer(local, window=0, routed=False, state=False, attention=half)
+    time, rank = block_time(block, local, estimator.speeds, estimator.links), Rank()
+    backward_s = time.inputs[0] + time.weights_s
+    for label, whole_s, exposed_s in (("forward", *time.forward), ("backward", backward_s, time.inputs[1])):
         for _ in range(LAYERS):
-            end_s = rank.run(COMPUTES, label, seconds - exposed_s, rank.free[SENDS])
+            end_s = rank.run(COMPUTES, label, whole_s - exposed_s, rank.free[SENDS])
             rank.run(SENDS, "exposed exchange", exposed_s, end_s)
     return rank.lines()
 
