@@ -181,6 +181,7 @@ ROOMS = sorted(path.parent.name for path in PACKAGE.glob("verbs/*/__init__.py"))
 OPEN_DOORS = {
     ("plan", "plan_from"): "one word, three questions: plan hands over to the rooms of --from and --serve",
     ("plan", "plan_serve"): "the same",
+    ("plan", "plan_formula"): "the same, of --formula",
     ("distill", "train"): "train.start runs every verb that trains",
     ("tune", "train"): "the same",
     ("quickstart", "train"): "a walk through train: its display and its line on memory",

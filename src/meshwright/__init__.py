@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from meshwright.verbs.explore.answer import explore
     from meshwright.verbs.plan.answer import plan
     from meshwright.verbs.plan.sweep import plan_sweep
+    from meshwright.verbs.plan_formula.answer import plan_formula
     from meshwright.verbs.plan_from.answer import plan_from
     from meshwright.verbs.plan_serve.answer import plan_serving
     from meshwright.verbs.profile.answer import profile
@@ -46,16 +47,17 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DoesNotFit", "EngineOptions", "MeshwrightError", "PlanError", "RequestOptions", "ServerLimits", "Speculation",
-    "compare", "compare_serving", "distill", "dry_run", "evaluate", "explore", "load", "plan", "plan_from",
-    "plan_serving", "plan_sweep", "profile", "quantize", "rent", "rent_serving", "report", "sharded_engine", "train",
+    "compare", "compare_serving", "distill", "dry_run", "evaluate", "explore", "load", "plan", "plan_formula",
+    "plan_from", "plan_serving", "plan_sweep", "profile", "quantize", "rent", "rent_serving", "report",
+    "sharded_engine", "train",
     "tune",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, {
     "compare": "verbs.compare.answer", "distill": "verbs.distill.answer", "dry_run": "verbs.dryrun.answer",
     "evaluate": "verbs.eval.answer", "explore": "verbs.explore.answer", "load": "interface.trained.opening",
-    "plan": "verbs.plan.answer", "plan_from": "verbs.plan_from.answer", "plan_serving": "verbs.plan_serve.answer",
-    "plan_sweep": "verbs.plan.sweep",
+    "plan": "verbs.plan.answer", "plan_formula": "verbs.plan_formula.answer", "plan_sweep": "verbs.plan.sweep",
+    "plan_from": "verbs.plan_from.answer", "plan_serving": "verbs.plan_serve.answer",
     "compare_serving": "verbs.compare.answer", "rent": "verbs.rent.answer", "rent_serving": "verbs.rent.answer",
     "profile": "verbs.profile.answer", "quantize": "verbs.quantize.answer", "report": "verbs.report.answer",
     "sharded_engine": "verbs.serve.sharded", "train": "verbs.train.answer", "tune": "verbs.tune.answer",

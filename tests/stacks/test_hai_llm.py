@@ -45,13 +45,13 @@ def test_a_layer_of_experts_keeps_what_the_report_says() -> None:
     """Section 3.3.3: fp8 inputs of experts and of SwiGLU, attention's output in 12 bits, no up-projection, no norm."""
     tokens, hidden, heads = 4096, 7168, 128
     shape = presets.model("deepseek-v3")
-    kept = layer(local_shape(shape, HAI_LLM, Layout(ep=64), tokens, 1, 2), routed=True).kept_bytes("none")
+    layer_bytes = layer(local_shape(shape, HAI_LLM, Layout(ep=64), tokens, 1, 2), routed=True).kept_bytes("none")
     stream = 2 * tokens * hidden * 2  # inputs of both norms, in 16 bit
     low_ranks = tokens * (1536 + 512 + 64) * 2
     attention = tokens * heads * 128 * 1.5 + tokens * heads * 4  # and a log-sum-exp
     experts = 8 * tokens * (hidden + 2 * 2048) + tokens * 2 * 2048  # eight routed, one shared
     router = tokens * 256 * 4 * 2 + 8 * tokens * (8 + 8 + 4)  # scores, order
-    assert kept == pytest.approx(stream + low_ranks + attention + experts + router)
+    assert layer_bytes == pytest.approx(stream + low_ranks + attention + experts + router)
     names = {tensor.name for tensor in layer(local_shape(shape, HAI_LLM, Layout(), tokens, 1, 2), routed=True).tensors}
     assert {name for name, _ in HAI_LLM.kept_shares} <= names
 

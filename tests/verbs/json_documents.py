@@ -62,6 +62,7 @@ COMMANDS: dict[str, Command] = {
     "plan-no-fit": _whole("plan llama-3.1-70b --cluster a100x1"),
     "plan-layout": _whole("plan llama-3.1-8b --cluster h100x8 --layout dp=2,tp=4"),
     "plan-tune": _whole("plan llama-3.1-8b --cluster a100-40gbx1 --tune lora"),
+    "plan-formula": _whole("plan gpt2-124m --formula --recipe sequence=1024"),
     "plan-serve": _whole("plan llama-3.1-8b --cluster h100x1 --serve"),
     "plan-for": _whole("plan llama-3.1-8b --cluster h100x8 --for torchtitan -o titan"),
     "plan-from": _whole("plan --from titan/torchtitan.toml --cluster h100x8"),

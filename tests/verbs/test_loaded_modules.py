@@ -58,7 +58,7 @@ ENGINE = ("compress", "kernels", "model", "formats", "parallel", "training", "ob
 """What needs torch."""
 FACES = ("interface.answers", "interface.planning", "interface.trained")
 """What the Python functions of verbs share."""
-BESIDE = {"plan": ("plan_serve", "plan_from")}
+BESIDE = {"plan": ("plan_serve", "plan_from", "plan_formula")}
 """Verb -> rooms beside that of its name, which its command may load."""
 TINY = ("model=llama-tiny", "recipe.sequence=64", "recipe.global_batch=2", "recipe.steps=1")
 QUICK = {

@@ -31,6 +31,7 @@ from meshwright.interface.options import (
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit, PlanError, argument
 from meshwright.spec.plan.plan import RANDOM, SAMPLES, STDLIB
+from meshwright.verbs.plan_formula.command import print_formula
 from meshwright.verbs.plan_from.command import print_config
 from meshwright.verbs.plan_serve.command import print_serving
 
@@ -116,6 +117,10 @@ def plan(
         Path | None,
         typer.Option("--html", metavar="FILE.html", help="With --sweep: also write one page, with a curve."),
     ] = None,
+    formula: Annotated[
+        bool,
+        typer.Option("--formula", help="Memory by the formulas of papers, row by row, beside what this engine keeps."),
+    ] = False,
     serve: AskedServe = False,
     input_length: AskedInput = None,
     output_length: AskedOutput = None,
@@ -131,14 +136,14 @@ def plan(
 ) -> None:
     """Rank the layouts of a model on a cluster by predicted step time, with memory, traffic, bubble and reasons."""
     cluster = _with_gpus(cluster, gpus)
-    # One verb for three questions: a configuration (--from), serving (--serve), and training. Options of another
-    # question are refused, since ignoring them would mislead.
+    # One verb for four questions: a configuration (--from), formulas (--formula), serving (--serve), and training.
+    # Options of another question are refused, since ignoring them would mislead.
     if source:
         from meshwright.verbs.plan_from.answer import plan_from
 
         _refuse_beside_from({"tune": tune, "teacher": teacher, "tokens": tokens, "price": price, "memory": memory,
                         "document-tokens": document_tokens, "save": save, "top": top, "serve": serve,
-                        "out": output})  # fmt: skip
+                        "out": output, "formula": formula})  # fmt: skip
         print_config(
             plan_from(
                 source, model=model or "", cluster=cluster, nodes=nodes, layout=layout, recipe=recipe, stack=stack
@@ -149,6 +154,13 @@ def plan(
     if model is None:
         remedy = f"give a preset, a folder or a plan file, or {argument('source', 'FILE')}"
         raise ArgumentError("model", rule="is missing", remedy=remedy)
+    if formula:
+        print_formula(model, cluster, layout, recipe, json=json, others={
+            "nodes": nodes, "tune": tune, "teacher": teacher, "tokens": tokens, "price": price, "memory": memory,
+            "save": save, "stack": stack, "out": output, "top": top, "serve": serve, "details": details,
+            "document_tokens": document_tokens, "sweep": sweep, "html": html,
+        })  # fmt: skip
+        return
     if html is not None and not sweep:
         raise ArgumentError("html", html, f"is for {argument('sweep')}", "leave it out")
     if sweep:
