@@ -88,6 +88,45 @@ TABLES = {
         rows={f"`{name}`": name for name in ("none", "norms", "selective", "all-but-attention", "full")},
         columns=("activations, GiB", "peak, GiB", "step, s"),
     ),
+    "recompute_plain": Table(
+        model="gpt3-175b",
+        cluster="h100x8 --nodes 8",
+        layout="tp=8,sp=true,pp=8,schedule=1f1b,micro_batch=1,kernels=reference,recompute={}",
+        recipe="sequence=2048",
+        head="`layout.recompute`, plain attention",
+        rows={f"`{name}`": name for name in ("none", "selective", "full")},
+        columns=("activations, GiB", "peak, GiB", "step, s"),
+    ),
+    **{
+        f"plain_{size}": Table(
+            model=f"llama-3.1-{size}",
+            cluster=cluster,
+            layout=f"{degrees},kernels=reference,{{}}",
+            head="sequence, `layout.recompute`, plain attention",
+            rows={
+                f"{sequence:,} `{policy}`": f"recompute={policy} --recipe sequence={sequence}"
+                for sequence in (2048, 8192)
+                for policy in ("none", "selective", "full")
+            },
+            columns=("states, GiB", "activations, GiB", "peak, GiB", "fits 80 GB"),
+        )
+        for size, cluster, degrees in (
+            ("8b", FOUR_NODES, "dp_shard=32,zero=3,micro_batch=1"),
+            ("70b", "h100x8 --nodes 8", "tp=8,sp=true,dp_shard=8,zero=3,micro_batch=1"),
+        )
+    },
+    "llama3": Table(
+        model="llama-3.1-405b",
+        cluster="h100x8",
+        layout="tp=8,sp=true,pp=16,zero=1,recompute=none,micro_batch=1,{}",
+        head="GPUs, published MFU",
+        rows={
+            "8,192, sequence 8,192: 43 %": "cp=1 --nodes 1024 --recipe sequence=8192,global_batch=2048",
+            "16,384, sequence 8,192: 41 %": "cp=1 --nodes 2048 --recipe sequence=8192,global_batch=2048",
+            "16,384, sequence 131,072: 38 %": "cp=16 --nodes 2048 --recipe sequence=131072,global_batch=128",
+        },
+        columns=("MFU (full)", "step, s", "peak, GiB", "fits 80 GB"),
+    ),
     "recompute_layers": Table(
         model="llama-3.1-8b",
         cluster=FOUR_NODES,
