@@ -118,7 +118,7 @@ TABLES = {
     "llama3": Table(
         model="llama-3.1-405b",
         cluster="h100x8",
-        layout="tp=8,sp=true,pp=16,zero=1,recompute=none,micro_batch=1,{}",
+        layout="tp=8,sp=true,pp=16,vp=4,schedule=interleaved,zero=1,recompute=none,micro_batch=1,{}",
         head="GPUs, published MFU",
         rows={
             "8,192, sequence 8,192: 43 %": "cp=1 --nodes 1024 --recipe sequence=8192,global_batch=2048",

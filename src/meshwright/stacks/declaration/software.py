@@ -13,6 +13,7 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import Plan
+from meshwright.spec.units import many
 from meshwright.stacks.declaration.option import ConfigFile, Entry, Facts
 from meshwright.stacks.declaration.plan_facts import facts_of
 
@@ -149,9 +150,9 @@ def error_sentences(software: TrainingSoftware) -> list[str]:
     for name, row in published_errors(software):
         parts = []
         if row.get("step"):
-            parts.append(f"step time {_mean(row['step'])} on {row['rows']} rows")
+            parts.append(f"step time {_mean(row['step'])} on {many(int(row['rows']), 'row')}")
         if row.get("memory"):
-            parts.append(f"memory {_mean(row['memory'])} on {row['peaks']} peaks")
+            parts.append(f"memory {_mean(row['memory'])} on {many(int(row['peaks']), 'peak')}")
         lines.append(f"Mean error on published rows of {name}: {', '.join(parts)}.")
     return lines + list(software.unknown)
 
