@@ -11,6 +11,7 @@ A part stands between two comments, and the first says what fills it:
     <!-- generated: bandwidth -->
     <!-- generated: keys recipe -->
     <!-- generated: schemes -->
+    <!-- generated: trl -->
     <!-- generated: presets devices -->
     <!-- generated: packages -->
     <!-- generated: source src/meshwright/training/objectives/objectives.py ORPO log_odds -->
@@ -290,9 +291,17 @@ def source(words: str) -> str:
     return f"```python\n{block}\n```\n"
 
 
+def trl_flags(_: str = "") -> str:
+    """Flags of TRL's scripts, and what `tune --from-trl` makes of them."""
+    from meshwright.verbs.tune.trl_flags import page_rows
+
+    rows = (f"| {flags} | {keys} |" for flags, keys in page_rows())
+    return "\n".join(["| TRL | here |", "|---|---|", *rows]) + "\n"
+
+
 FILLED_BY: dict[str, Callable[[str], str]] = {
     "output": output, "table": table, "keys": keys, "verbs": verbs, "schemes": schemes,
-    "bandwidth": bandwidth.table, "source": source, "presets": preset_table, "packages": packages,
+    "trl": trl_flags, "bandwidth": bandwidth.table, "source": source, "presets": preset_table, "packages": packages,
 }  # fmt: skip
 
 

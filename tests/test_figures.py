@@ -104,3 +104,49 @@ def test_a_figure_fits_and_moves_by_keyboard(name: str, browser: Browser, tmp_pa
         assert browser.evaluate("document.querySelector('.movable').innerHTML") != before, f"control {control}"
     assert not browser.complaints
     assert not re.findall(r"https?://(?!www\.w3\.org)", file.read_text(encoding="utf-8"))
+
+
+def test_distillation_is_the_divergence_by_its_sum_and_the_gradient_by_differences() -> None:
+    _, shown = figures.numbers("distillation")
+    teacher = [3.0, 1.5, -1.0, -2.0, 0.0, 2.6, 1.0]
+
+    def softmax(logits: list[float], heat: float) -> list[float]:
+        powers = [math.exp(x / heat) for x in logits]
+        return [power / sum(powers) for power in powers]
+
+    def loss(logits: list[float], heat: float, beta: float) -> float:
+        t, s = softmax(teacher, heat), softmax(logits, heat)
+        m = [beta * a + (1 - beta) * b for a, b in zip(t, s, strict=True)]
+
+        def kl(p: list[float], q: list[float]) -> float:
+            return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+
+        if beta in (0, 1):
+            return heat**2 * (kl(s, t) if beta else kl(t, s))
+        return heat**2 * (beta * kl(t, m) + (1 - beta) * kl(s, m))
+
+    betas = {"forward KL": 0.0, "between (beta 0.5)": 0.5, "reverse KL": 1.0}
+    for key in ("2|1|1|forward KL", "4.5|0.6|2|reverse KL", "0|2.5|8|between (beta 0.5)", "3|1.5|0.5|reverse KL"):
+        centre, width, heat, name = key.split("|")
+        logits = [-((i - float(centre)) ** 2) / (2 * float(width) ** 2) for i in range(7)]
+        probabilities, divergence, gradient = shown["students"][key]
+        assert probabilities == pytest.approx(softmax(logits, float(heat)), abs=1e-4)
+        assert divergence == pytest.approx(loss(logits, float(heat), betas[name]), abs=1e-3)
+        assert shown["teacher"][heat] == pytest.approx(softmax(teacher, float(heat)), abs=1e-4)
+        for i in range(7):
+            ends = [[x + step * (j == i) for j, x in enumerate(logits)] for step in (1e-4, -1e-4)]
+            up, down = (loss(each, float(heat), betas[name]) for each in ends)
+            assert gradient[i] == pytest.approx((up - down) / 2e-4, abs=2e-3)
+
+
+def test_the_page_of_distillation_states_what_its_formulas_give() -> None:
+    page = (figures.ROOT / "docs/learn/distillation.md").read_text(encoding="utf-8")
+    t, s = (0.7, 0.2, 0.1), (0.5, 0.25, 0.25)
+    forward = sum(a * math.log(a / b) for a, b in zip(t, s, strict=True))
+    reverse = sum(b * math.log(b / a) for a, b in zip(t, s, strict=True))
+    for number in (f"{forward:.3f}", f"{reverse:.3f}", f"{-math.log(s[0]):.3f}"):
+        assert f"= {number}" in page
+    for heat in (1, 2):
+        powers = [math.exp(x / heat) for x in (4, 2, 0)]
+        row = " | ".join(f"{power / sum(powers):.3f}" for power in powers)
+        assert f"| {heat} | {row} |" in page

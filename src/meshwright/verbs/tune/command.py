@@ -1,5 +1,9 @@
 """`meshwright tune model=DIR data=FILE [KEY=VALUE ...]`: train with the defaults of fine-tuning."""
 
+from typing import Annotated
+
+import typer
+
 from meshwright.interface.options import Words
 from meshwright.interface.process.launch import processes
 from meshwright.verbs.train.start import Anyway, AsJson, HangAfter, NoDryRun, Options, TensorBoard, WandB, start
@@ -7,13 +11,20 @@ from meshwright.verbs.train.start import Anyway, AsJson, HangAfter, NoDryRun, Op
 
 def tune(
     words: Words = None,
+    from_trl: Annotated[
+        str,
+        typer.Option(
+            "--from-trl", metavar="FLAGS", show_default=False,
+            help="Flags of TRL's sft or dpo script, in quotes. They are read as keys, which are printed.",
+        ),
+    ] = "",
     tensorboard: TensorBoard = False,
     wandb: WandB = False,
     hang_after: HangAfter = None,
     anyway: Anyway = False,
     no_dry_run: NoDryRun = False,
     json: AsJson = False,
-) -> None:
+) -> None:  # fmt: skip
     """Fine-tune a model on conversations, or on preferences: model=HF_DIR data=chat.jsonl.
 
     Rows of .jsonl, .json and .parquet files are read by their columns: messages, prompt and completion, text, alpaca
@@ -26,5 +37,13 @@ def tune(
 
     options = Options(tensorboard, wandb, hang_after, anyway, not no_dry_run, json)
     notes: list[str] = []
-    plan, resume = tuning_plan(words or (), processes=processes(), notes=notes)
-    start("tune", words or (), plan, resume, notes, options)
+    words = list(words or ())
+    if from_trl:
+        from meshwright.verbs.tune.trl_flags import plan_words
+
+        read = plan_words(from_trl, processes())
+        notes.append(f"read from TRL's flags: {' '.join(read)}")
+        # Words of the command line come last, since the last one of a key counts.
+        words = [*read, *words]
+    plan, resume = tuning_plan(words, processes=processes(), notes=notes)
+    start("tune", words, plan, resume, notes, options)

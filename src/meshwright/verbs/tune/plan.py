@@ -22,13 +22,18 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError, argument
 from meshwright.spec.plan.plan import RANDOM
 
+SPLITS = frozenset(("dp_replicate", "dp_shard", "zero", "tp", "sp", "cp", "pp", "vp", "ep", "schedule"))
+"""Keys of layout that say how ranks share the work."""
+
 
 def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[str] | None = None) -> tuple[Plan, str]:
     """Return (plan, resume), as read_plan, with the defaults of fine-tuning. `notes` takes those that were used."""
     typed = [str(word) for word in words if plan_of(word) is None]
     is_whole_plan = len(typed) < len(words) or any("=" not in word for word in typed)
     keys = {key for word in typed if "=" in word and not word.startswith("resume=") for key in overridden_keys(word)}
-    is_laid_out = (processes or 1) == 1 or any(key.partition(".")[0] == "layout" for key in keys)
+    # A micro-batch or recomputation says nothing about ranks, so they still share the batch by themselves.
+    splits_ranks = any(key == "layout" or key.removeprefix("layout.") in SPLITS for key in keys)
+    is_laid_out = (processes or 1) == 1 or splits_ranks
     shared = {} if is_laid_out else SHARDED_DEFAULTS
     added = {} if is_whole_plan else {**defaults_of(TUNING_DEFAULTS, keys), **shared}
 
