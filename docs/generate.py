@@ -12,6 +12,7 @@ A part stands between two comments, and the first says what fills it:
     <!-- generated: keys recipe -->
     <!-- generated: schemes -->
     <!-- generated: trl -->
+    <!-- generated: kv-cache -->
     <!-- generated: presets devices -->
     <!-- generated: packages -->
     <!-- generated: source src/meshwright/training/objectives/objectives.py ORPO log_odds -->
@@ -37,6 +38,7 @@ from textwrap import TextWrapper, dedent
 from typing import Any
 
 from docs import bandwidth
+from docs.learn.figures import kv_cache
 from docs.packages import packages
 from docs.tables import TABLES, Table
 
@@ -300,6 +302,7 @@ def trl_flags(_: str = "") -> str:
 
 
 FILLED_BY: dict[str, Callable[[str], str]] = {
+    "kv-cache": kv_cache.table,
     "output": output, "table": table, "keys": keys, "verbs": verbs, "schemes": schemes,
     "trl": trl_flags, "bandwidth": bandwidth.table, "source": source, "presets": preset_table, "packages": packages,
 }  # fmt: skip

@@ -144,7 +144,8 @@
       this.redraw();
       let width = this.width;
       new ResizeObserver(() => {
-        if (this.width !== width) { width = this.width; this.redraw(); }
+        // In the next frame: a drawing that changes its own width here would be reported as a loop.
+        if (this.width !== width) { width = this.width; requestAnimationFrame(() => this.redraw()); }
       }).observe(this.element);
     }
 
