@@ -69,7 +69,7 @@ class Rounded:
         """As Weight: never."""
         return None
 
-    def combine(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
+    def combine(self, layer: Linear, x: Tensor, products: Sequence[Tensor], keys: Tensor | None = None) -> Tensor:
         """x (..., in) -> (..., out)."""
         outputs = product(self.of_x(x.reshape(-1, x.shape[-1])), self.weight)
         return outputs.view(*x.shape[:-1], -1)
@@ -94,7 +94,7 @@ class Decomposed:
         """As Weight: never."""
         return None
 
-    def combine(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
+    def combine(self, layer: Linear, x: Tensor, products: Sequence[Tensor], keys: Tensor | None = None) -> Tensor:
         """The product with them."""
         return products[0]
 

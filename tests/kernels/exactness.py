@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from meshwright.kernels.norm.dropout import AttentionDropout
+
 Function = Callable[..., Tensor]
 
 LOW = (torch.bfloat16, torch.float16)
@@ -81,3 +83,10 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float)
         scores = (q[:, :, h] @ k[:, :, h // group].mT) * scale
         heads.append(scores.where(seen, -torch.inf).softmax(-1) @ v[:, :, h // group])
     return torch.stack(heads, 2)
+
+
+def drops(q: Tensor, rate: float, seed: int = 0) -> AttentionDropout | None:
+    """Dropout of the weights of queries (B, S, H, E) with keys of a seed. None at rate 0."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randint(-(2**31), 2**31, q.shape[:3], generator=generator).to(torch.int32)
+    return AttentionDropout(rate, keys) if rate else None

@@ -19,6 +19,7 @@ from tests.kernels.exactness import (
     LOW,
     assert_not_worse,
     assert_single,
+    drops,
     errors,
     plain_attention,
     tensors,
@@ -186,16 +187,27 @@ def test_a_window_as_wide_as_the_row_is_none() -> None:
 
 
 def test_dropout_of_weights_keeps_the_mean(attend: Callable[..., Tensor]) -> None:
-    """Each weight is dropped with its probability and the rest scaled up; equal seeds drop the same."""
+    """Each weight is dropped with its probability and the rest scaled up; equal keys drop the same."""
     q, k = torch.zeros(1, 400, 1, 8), torch.zeros(1, 400, 1, 8)
     v = torch.ones(1, 400, 1, 8)
-    torch.manual_seed(0)
-    first = attend(q, k, v, Mask(), scale=SCALE, dropout=0.25)
+    first = attend(q, k, v, Mask(), scale=SCALE, dropout=drops(q, 0.25))
     assert abs(first[:, 50:].mean().item() - 1) < 0.01 and first[:, 50:].std() > 0.01
-    torch.manual_seed(0)
-    assert torch.equal(first, attend(q, k, v, Mask(), scale=SCALE, dropout=0.25))
-    torch.manual_seed(1)
-    assert not torch.equal(first, attend(q, k, v, Mask(), scale=SCALE, dropout=0.25))
+    assert torch.equal(first, attend(q, k, v, Mask(), scale=SCALE, dropout=drops(q, 0.25)))
+    assert not torch.equal(first, attend(q, k, v, Mask(), scale=SCALE, dropout=drops(q, 0.25, seed=1)))
+
+
+@pytest.mark.parametrize("window", [0, 30])
+def test_all_forms_drop_the_same_weights(window: int) -> None:
+    """The blockwise form, its documents and windows, and the plain form: one mask, and its gradients."""
+    q, k, v = (torch.randn(2, 130, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    documents = (torch.arange(130) // 47).expand(2, -1)
+    mask, gradient = causal_mask(130, 130, window=window, documents=documents), torch.randn(2, 130, 4, 8)
+    results = []
+    for attend in (attention.attend, attention.attend_reference):
+        out = attend(q, k, v, mask, scale=SCALE, dropout=drops(q, 0.3))
+        results.append((out, *torch.autograd.grad(out, (q, k, v), gradient)))
+    for ours, plain in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
 
 
 def test_the_square_of_weights_is_not_kept(attend: Callable[..., Tensor]) -> None:

@@ -18,6 +18,7 @@ from meshwright.spec import Layout, Plan, Recipe
 from meshwright.spec.plan.execution import LEAST_CUDNN, GpuLibraries
 from meshwright.training import device
 from tests.counting import Operations
+from tests.kernels.exactness import drops
 
 OPERATIONS = {
     "flash": "_scaled_dot_product_flash_attention_for_cpu",
@@ -41,7 +42,7 @@ def test_what_is_said_is_what_runs(
     named = backend(q, k, v, mask, scale=0.25, dropout=dropout)
     assert named == ("blockwise" if dropout or blockwise else "flash")
     with Operations() as made:
-        attend(q, k, v, mask, scale=0.25, dropout=dropout)
+        attend(q, k, v, mask, scale=0.25, dropout=drops(q, dropout))
     ran = [name for name, operation in OPERATIONS.items() if any(operation in called for called in made.counts)]
     assert named in ran and ("flash" in ran) == (named == "flash")
 
@@ -80,7 +81,7 @@ def test_whole_rows_go_through_cudnn_on_hopper(monkeypatch: pytest.MonkeyPatch) 
         gpu.choose.cache_clear()
         monkeypatch.setattr(gpu, "problem", lambda *about: "its trial was off by 0.2")
         q = torch.empty(2, 1024, 8, 64, dtype=torch.bfloat16, device="cuda")
-        assert attention.gpu_kernel(q, q, q, Mask(), 0.0) == "flash"
+        assert attention.gpu_kernel(q, q, q, Mask()) == "flash"
     gpu.choose.cache_clear()
 
 

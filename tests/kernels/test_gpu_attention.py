@@ -259,7 +259,7 @@ def test_attention_of_a_gpu_asks_the_table(monkeypatch: pytest.MonkeyPatch) -> N
         spans = DocumentSpans(3, 40)
         assert taken(documents=documents, spans=spans) == taken(window=9) == "flash-4"
         assert taken(documents=documents, spans=spans, window=9) == "flash-4"
-        assert taken(documents=documents, spans=spans, dropout=0.1) == "flash"
+        assert taken(documents=documents, spans=spans, dropout=0.1) == "blockwise"
         assert [(about[0], about[-1]) for about in tried] == [("flash-4", "documents"), ("flash-4", "window")]
         assert {about[3:6] for about in tried} == {(64, 64, 4)}
         torch.use_deterministic_algorithms(True)
@@ -351,11 +351,11 @@ def test_rows_without_gradients_take_flash_4_but_in_compiled_code(monkeypatch: p
     monkeypatch.setattr(gpu_attention, "problem", lambda *about: "")
     with compat.fake_tensors():
         q = torch.empty(2, 2048, 8, 64, dtype=torch.bfloat16, device="cuda")
-        assert attention.gpu_kernel(q, q, q, Mask(), 0.0) == "cudnn"
+        assert attention.gpu_kernel(q, q, q, Mask()) == "cudnn"
         with torch.no_grad():
-            assert attention.gpu_kernel(q, q, q, Mask(), 0.0) == "flash-4"
+            assert attention.gpu_kernel(q, q, q, Mask()) == "flash-4"
             monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-            assert attention.gpu_kernel(q, q, q, Mask(), 0.0) == "flash"
+            assert attention.gpu_kernel(q, q, q, Mask()) == "flash"
 
 
 def test_a_server_says_what_attends_to_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +379,7 @@ def test_the_choice_is_a_constant_of_compiled_code(monkeypatch: pytest.MonkeyPat
 
     def doubled(q: Tensor, k: Tensor) -> Tensor:
         about = (q.device, q.dtype, "documents", q.shape[1], q.shape[3], k.shape[3], q.shape[2] // k.shape[2])
-        return q * 2 if gpu_attention.chosen_kernel(*about, 0.0, torch.is_grad_enabled()) == "flash-4" else q
+        return q * 2 if gpu_attention.chosen_kernel(*about, torch.is_grad_enabled()) == "flash-4" else q
 
     monkeypatch.setattr(gpu_attention, "choose", choose)
     q = torch.ones(2, 8, 4, 16, dtype=torch.bfloat16)

@@ -12,7 +12,7 @@ from meshwright.kernels.attention import varlen
 from meshwright.kernels.attention.attend import DocumentSpans, attend, causal_mask
 from meshwright.kernels.attention.varlen import varlen_attention
 from meshwright.kernels.chooser import simulate_device
-from tests.kernels.exactness import tensors
+from tests.kernels.exactness import drops, tensors
 
 SCALE = 0.2
 LENGTH = 150
@@ -142,7 +142,7 @@ def test_on_fake_tensors_of_a_gpu_no_host_waits_and_nothing_of_s_x_s_is_made(
         q, k, v = (torch.empty(1, length, heads, 16, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
         documents = torch.zeros(1, length, dtype=torch.int32)
         mask = causal_mask(length, length, window=window, documents=documents, spans=DocumentSpans(7, 2000))
-        out = attend(q, k, v, mask, scale=SCALE, dropout=dropout)
+        out = attend(q, k, v, mask, scale=SCALE, dropout=drops(torch.empty(1, length, 4, 16), dropout))
         out.backward(torch.ones_like(out))
     assert q.grad is not None and q.grad.shape == q.shape
     assert largest < length * length * 4 * (1 if dtype == torch.float32 else 0.2)
@@ -160,8 +160,7 @@ def test_dropout_by_blocks_drops_a_share_of_what_is_seen_and_gives_its_gradients
     mask = causal_mask(LENGTH, LENGTH, window=window, documents=documents_or_none, spans=spans)
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        torch.manual_seed(11)
-        return attend(q, k, v, mask, scale=SCALE, dropout=rate)
+        return attend(q, k, v, mask, scale=SCALE, dropout=drops(q, rate, seed=11))
 
     gradient = torch.randn(2, LENGTH, heads, LENGTH, generator=torch.Generator().manual_seed(3))
     inputs = [q, k, ones, gradient]
@@ -178,25 +177,21 @@ def test_dropout_by_blocks_drops_a_share_of_what_is_seen_and_gives_its_gradients
     right = with_gradients(lambda q, k, v: exact(q, k, v, seen, drawn), inputs, torch.float64)
     for mine, theirs in zip(actual, right, strict=True):
         assert (mine - theirs).norm() <= 2e-6 * theirs.norm()
-    torch.manual_seed(12)
-    assert not torch.equal(attend(q, k, ones, mask, scale=SCALE, dropout=rate), actual[0])
+    assert not torch.equal(attend(q, k, ones, mask, scale=SCALE, dropout=drops(q, rate, seed=12)), actual[0])
 
 
-def test_compiled_code_makes_dropout_again_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator says that it draws, so that a graph that makes it again sets the random state back."""
-    from meshwright.kernels.attention.varlen import varlen_dropout
-
+def test_compiled_code_makes_dropout_again_as_it_was() -> None:
+    """Masks follow from keys, so the operator says that it draws nothing, and compiled code gives the same."""
     q, k, v = tensors((1, 40, 2, 8), (1, 40, 2, 8), (1, 40, 2, 8), dtype=torch.float32)
-    arguments = (None, None, None, 9, SCALE, "blocks", 0.2)
-    tagged, plain = varlen_dropout._opoverload, varlen_attention._opoverload
-    assert torch.Tag.nondeterministic_seeded in tagged.tags and torch.Tag.nondeterministic_seeded not in plain.tags
+    assert torch.Tag.nondeterministic_seeded not in varlen_attention._opoverload.tags
+    dropout = drops(q, 0.2)
+    assert dropout is not None
+    arguments = (None, None, None, 9, SCALE, "blocks", *dropout)
     made = []
     for _ in range(2):
-        torch.manual_seed(4)
         leaf = q.clone().requires_grad_()
-        out = varlen_dropout(leaf, k, v, *arguments)[0]
+        out = varlen_attention(leaf, k, v, *arguments)[0]
         made.append((out.detach(), *torch.autograd.grad(out.sum(), leaf)))
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
-    torch.manual_seed(4)
-    actual = torch.compile(lambda q: varlen_dropout(q, k, v, *arguments)[0], backend="aot_eager")(q)
+    actual = torch.compile(lambda q: varlen_attention(q, k, v, *arguments)[0], backend="aot_eager")(q)
     torch.testing.assert_close(actual, made[0][0])

@@ -10,6 +10,7 @@ from meshwright.kernels.attention import attend as attention
 from meshwright.kernels.attention import varlen
 from meshwright.kernels.attention.varlen import AttentionForm
 from meshwright.model import Transformer
+from meshwright.model import transformer as transformer_module
 from tests.model.shrunk import KINDS, model, packed, tokens
 
 
@@ -130,19 +131,19 @@ def test_dropout_is_there_in_training_and_gone_in_evaluation(name: str) -> None:
 def test_dropout_reaches_embedding_attention_and_both_branches(monkeypatch: pytest.MonkeyPatch) -> None:
     transformer = model("gpt2-124m", dropout=0.3)
     drawn: list[tuple[int, ...]] = []
-    real = torch.native_dropout
+    real = transformer_module.dropout
 
-    def spy(x: Tensor, p: float, train: bool) -> tuple[Tensor, Tensor]:
-        assert p == 0.3 and train
+    def spy(x: Tensor, rate: float, rows: Tensor, site: int) -> Tensor:
+        assert rate == 0.3 and rows.shape == x.shape[:2]
         drawn.append(tuple(x.shape))
-        return real(x, p, train)
+        return real(x, rate, rows, site)
 
-    monkeypatch.setattr(torch, "native_dropout", spy)
+    monkeypatch.setattr(transformer_module, "dropout", spy)
     weights: list[float] = []
     attend = varlen.attend
 
     def watch(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
-        weights.append(form.dropout)
+        weights.append(form.rate)
         return attend(q, k, v, form)
 
     monkeypatch.setattr(varlen, "attend", watch)

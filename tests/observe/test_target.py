@@ -49,4 +49,4 @@ def test_what_a_kernel_takes_inside_counts_while_it_runs(dtype: torch.dtype) -> 
 def test_what_torch_would_store_is_no_dry_run() -> None:
     q, k = (torch.empty(1, heads, 8, 4) for heads in (4, 2))
     with pytest.raises(AssertionError, match="equal heads"):
-        compat.cuda_attention(q, k, k, attn_mask=None, dropout_p=0.0, is_causal=True, scale=1.0, enable_gqa=True)
+        compat.cuda_attention(q, k, k, attn_mask=None, is_causal=True, scale=1.0, enable_gqa=True)

@@ -122,7 +122,7 @@ CLASHES: dict[str, tuple[dict[str, Any], str]] = {
     "noise scale": ({"noise_scale_every": 2}, "recipe.noise_scale_every=2"),
     "pairs": ({"objective": "dpo"}, "recipe.objective=dpo"),
     "a teacher": ({"objective": "distill"}, "recipe.objective=distill"),
-    "dropout again": ({"dropout": 0.1, "layout": {"recompute": "full"}}, "layout.recompute=full"),
+    "dropout over documents": ({"dropout": 0.1, "document_mask": True}, "recipe.document_mask=true"),
     "experts": ({"model": "qwen3-30b-a3b", "layers": 1}, "how many rows each expert has"),
     "rounded": ({"fake_quantize": "int8"}, "matrices are made anew in each pass"),
     "codes": ({"shape": {"lora": LoRAShape(rank=4, base="nf4-double")}}, "matrices are made anew in each pass"),

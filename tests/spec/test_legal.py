@@ -57,7 +57,6 @@ REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
     (NARROW, {"tp": 8}, {}, "layout.tp=8 exceeds model.moe.ffn=4"),
     (LLAMA, {"zero": 3, "dp_replicate": 2}, {}, "dp_shard instead of dp_replicate"),
     (LLAMA, {"zero": 3}, {}, "which is one rank: take layout.zero=0$"),
-    (LLAMA, {"tp": 2}, {"dropout": 0.1}, "take recipe.dropout=0"),
     (
         replace(LLAMA, ffn=14400),
         {"tp": 16},

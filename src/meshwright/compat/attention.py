@@ -20,9 +20,7 @@ _NAMES = {
 }
 
 
-def choose_attention(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, *, dropout: float, scale: float, grouped: bool
-) -> str:
+def choose_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, *, scale: float, grouped: bool) -> str:
     """Return the kernel that torch would choose for q, k, v (B, heads, positions, width), or `unknown`.
 
     scaled_dot_product_attention uses the same private query.
@@ -30,7 +28,7 @@ def choose_attention(
     query = getattr(torch, "_fused_sdp_choice", None)
     if query is None:
         return "unknown"
-    choice = query(q, k, v, allowed, dropout, allowed is None, scale=scale, enable_gqa=grouped)
+    choice = query(q, k, v, allowed, 0.0, allowed is None, scale=scale, enable_gqa=grouped)
     return _NAMES.get(SDPBackend(choice), "unknown")
 
 
@@ -153,7 +151,7 @@ def attention_backward(kernel: str) -> Any:
 
 
 def cuda_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, dropout_p: float,
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None,
     is_causal: bool, scale: float, enable_gqa: bool,
 ) -> Tensor:  # fmt: skip
     """Call the kernel that scaled_dot_product_attention uses on a GPU, for fake tensors that stand in for GPU tensors.
@@ -162,7 +160,7 @@ def cuda_attention(
     weights: unequal heads that its flash kernel does not support.
     """
     if attn_mask is None and supports_flash(q, v):
-        outputs = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)
+        outputs = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
         out: Tensor = outputs[0]
         return out
     assert not enable_gqa, "torch's other fused kernel takes equal heads only"
@@ -172,25 +170,24 @@ def cuda_attention(
         bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
         bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    weighted: Tensor = efficient(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+    weighted: Tensor = efficient(q, k, v, bias, True, 0.0, is_causal, scale=scale)[0]
     return weighted
 
 
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, *, window: int,
-    scale: float, dropout: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return a GPU's causal flash attention over packed documents: q (T, H, E), k and v (T, K, E).
 
     Documents start at `borders` (N + 1,) int32 and have at most `longest` positions; `window` 0 = none. Returns the
-    output (T, H, E), the log-sum-exp (H, T), and the initial random state (2,) of dropout. torch.nn.attention.varlen
-    calls the same operation without dropout (`varlen_attn`).
+    output (T, H, E) and the log-sum-exp (H, T). torch.nn.attention.varlen calls the same operation (`varlen_attn`).
     """
     sizes = (borders, borders, longest, longest)
     outputs = torch.ops.aten._flash_attention_forward(
-        q, k, v, *sizes, dropout, True, False, scale=scale, **_sides(window)
+        q, k, v, *sizes, 0.0, True, False, scale=scale, **_sides(window)
     )  # fmt: skip
-    return outputs[0], outputs[1], outputs[2]
+    return outputs[0], outputs[1]
 
 
 def varlen_attn(q: Tensor, k: Tensor, v: Tensor, *borders: Any, **options: Any) -> Tensor:
@@ -216,15 +213,13 @@ def varlen_attn(q: Tensor, k: Tensor, v: Tensor, *borders: Any, **options: Any) 
 
 def varlen_attention_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    borders: Tensor, longest: int, *, window: int, scale: float, dropout: float = 0.0,
-    random: Tensor | None = None,
+    borders: Tensor, longest: int, *, window: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v in `varlen_attention`. Without dropout the random state is not read."""
-    if random is None:
-        random = torch.empty(2, dtype=torch.uint64, device=q.device)
+    """Return the gradients of q, k, v in `varlen_attention`."""
+    unread = torch.empty(2, dtype=torch.uint64, device=q.device)
     sizes = (borders, borders, longest, longest)
     gradients = torch.ops.aten._flash_attention_backward(
-        gradient, q, k, v, out, lse, *sizes, dropout, True, random, random[0], scale=scale, **_sides(window)
+        gradient, q, k, v, out, lse, *sizes, 0.0, True, unread, unread[0], scale=scale, **_sides(window)
     )
     return gradients[0], gradients[1], gradients[2]
 
@@ -285,7 +280,7 @@ def flash_4_version() -> str:
 def flash_4_attention(
     q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, *, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention as compat.varlen_attention does, without dropout.
+    """Compute attention as compat.varlen_attention does.
 
     q (T, H, E), k (T, K, E), v (T, K, V) in 16 bits -> (T, H, V) and the log-sum-exp (H, T) fp32. Raises ImportError
     when the package or one of its dependencies is missing.

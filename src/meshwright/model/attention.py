@@ -6,7 +6,7 @@ Letters: B batch, S sequence, D hidden, H query heads, K key heads, E head_dim.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,7 +16,8 @@ from meshwright.compat import is_hooked
 from meshwright.kernels import Kernels
 from meshwright.kernels.attention.attend import Mask
 from meshwright.kernels.linear.linear import product_dtype
-from meshwright.model.layers import Linear, RMSNorm, held_rows, is_plain, read, write
+from meshwright.kernels.norm.dropout import AttentionDropout, TokenKeys
+from meshwright.model.layers import Linear, RMSNorm, call, held_rows, is_plain, read, write
 from meshwright.model.seams import Seams
 from meshwright.spec.model.shape import ModelShape, RopeScaling, temperature
 
@@ -189,6 +190,17 @@ class AttentionMetadata:
     cos: Tensor | None = None
     sin: Tensor | None = None
     padding: Tensor | None = None
+    keys: TokenKeys | None = None
+    """Keys of dropout, in training with dropout."""
+
+    def of_layer(self, name: str) -> "AttentionMetadata":
+        """Return the metadata for a layer, whose masks of dropout differ from those of others."""
+        return self if self.keys is None else replace(self, keys=self.keys.of_layer(name))
+
+    @property
+    def token_keys(self) -> Tensor | None:
+        """Keys (B, S) of the positions that matrices with adapters read."""
+        return None if self.keys is None else self.keys.tokens
 
 
 class AttentionBase(nn.Module):
@@ -203,14 +215,20 @@ class AttentionBase(nn.Module):
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, cache: Past | None) -> Tensor:
         """Map q (B, S, H, E), and k and v of the same positions, to (B, S, D)."""
-        return write(self.seams.dense, self.over_past(q, k, v, metadata, cache).flatten(2), self.o)
+        out = self.over_past(q, k, v, metadata, cache).flatten(2)
+        return write(self.seams.dense, out, self.o, metadata.token_keys)
 
     def over_past(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, cache: Past | None) -> Tensor:
         """Attend like `attended`, without the output product. Returns (B, S, H, width of values)."""
         attend = self.seams.attend or self.kernels.attend
         if cache is not None:
             return cache.attend(attend, q, k, v, metadata.mask, scale=self.scale)
-        return attend(q, k, v, metadata.mask, scale=self.scale, dropout=self.dropout if self.training else 0.0)
+        if not self.dropout or not self.training:
+            return attend(q, k, v, metadata.mask, scale=self.scale)
+        assert metadata.token_keys is not None, "a model in training makes its keys of dropout"
+        heads = q.shape[2]
+        drops = AttentionDropout.make(metadata.token_keys, self.dropout, heads, self.seams.tp_index * heads)
+        return attend(q, k, v, metadata.mask, scale=self.scale, dropout=drops)
 
 
 class Attention(AttentionBase):
@@ -236,7 +254,7 @@ class Attention(AttentionBase):
 
     def forward(self, x: Tensor, metadata: AttentionMetadata, cache: Past | None = None) -> Tensor:
         """Map x (B, S, D) to (B, S, D)."""
-        parts = read(self.seams.dense, x, self.q, self.k, self.v)
+        parts = read(self.seams.dense, x, self.q, self.k, self.v, keys=metadata.token_keys)
         q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in parts)
         # A cache of a serving engine may norm, rotate and store in one kernel.
         if cache is None or not self._turned_by(cache, q, k, v, metadata):
@@ -282,15 +300,16 @@ class LatentAttention(AttentionBase):
     def forward(self, x: Tensor, metadata: AttentionMetadata, cache: Past | None = None) -> Tensor:
         """Map x (B, S, D) to (B, S, D)."""
         mla = self.mla
-        q, low = read(self.seams.dense, x, self.q_down if mla.q_rank else self.q, self.kv_down)
-        q = self.q_up(self.q_norm(q)) if mla.q_rank else q
+        keys = metadata.token_keys
+        q, low = read(self.seams.dense, x, self.q_down if mla.q_rank else self.q, self.kv_down, keys=keys)
+        q = call(self.q_up, self.q_norm(q), keys) if mla.q_rank else q
         q = q.unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
         q_nope, q_rope = q.split((mla.nope_dim, mla.rope_dim), dim=-1)
         latent, k_rope = low.split((mla.kv_rank, mla.rope_dim), dim=-1)
         low = self.kv_norm(latent)
         # A cache of the low rank is smaller than one of keys and values, which are then never made.
         over_low = cache is not None and cache.low_rank
-        kv = low if over_low else self.kv_up(low)
+        kv = low if over_low else call(self.kv_up, low, keys)
         pair = (q_rope, k_rope.unsqueeze(2))
         # Not in place: both are views of tensors that the backward pass reads.
         q_rope, k_rope = self.kernels.rotate_pair(

@@ -89,7 +89,7 @@ class FakeQuantized:
         """Return the rounded matrix, or None if the input is rounded too."""
         return None if self.scheme.activations == "int8" else straight_through(weight, self.scheme, self.part)
 
-    def combine(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
+    def combine(self, layer: Linear, x: Tensor, products: Sequence[Tensor], keys: Tensor | None = None) -> Tensor:
         """Return the product."""
         return products[0]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
 from meshwright.kernels.experts.experts import Counts, combine, keeps_counts, spread
-from meshwright.kernels.norm.norms import dropout
+from meshwright.kernels.norm.dropout import dropout, features, mix
 from meshwright.kernels.quantized.matrix import QuantizedMatrix, experts
 from meshwright.kernels.quantized.quantized_linear import quantized_expert_linear
 from meshwright.model.layers import Linear, Weight, read, sole_matrix, write
@@ -37,20 +37,20 @@ class GatedMLP(nn.Module):
         self.down = Linear(ffn, hidden, kernels, bias)
         self.kernels, self.border = kernels, border
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x (..., D) to (..., D)."""
-        return self.finish(*self.begin(x))
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Map x (..., D) to (..., D). `keys` (...) are those of the adapters' dropout."""
+        return self.finish(*self.begin(x, keys), keys=keys)
 
-    def begin(self, x: Tensor) -> tuple[Tensor, ...]:
+    def begin(self, x: Tensor, keys: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return the arguments of `finish`: gate and up, (..., F) each."""
-        return read(self.border, x, self.gate, self.up)
+        return read(self.border, x, self.gate, self.up, keys=keys)
 
-    def finish(self, gate: Tensor, up: Tensor) -> Tensor:
+    def finish(self, gate: Tensor, up: Tensor, *, keys: Tensor | None = None) -> Tensor:
         """Map gate and up to the output (..., D)."""
         # If the down product is more than one matrix, it cannot be fused with the gate.
         weight = None if self.border.prepared is not None else sole_matrix(self.down)
         if weight is None:
-            return write(self.border, self.kernels.swiglu(gate, up), self.down)
+            return write(self.border, self.kernels.swiglu(gate, up), self.down, keys)
         summed = self.border.write
         down: Tensor = self.kernels.swiglu_linear(gate, up, weight, self.down.local_bias, summed)
         return down if summed else self.border.leave(down)
@@ -65,17 +65,17 @@ class PlainMLP(nn.Module):
         self.down = Linear(ffn, hidden, kernels, bias)
         self.kernels, self.border, self.approximate = kernels, border, approximate
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x (..., D) to (..., D)."""
-        return self.finish(*self.begin(x))
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Map x (..., D) to (..., D). `keys` (...) are those of the adapters' dropout."""
+        return self.finish(*self.begin(x, keys), keys=keys)
 
-    def begin(self, x: Tensor) -> tuple[Tensor, ...]:
+    def begin(self, x: Tensor, keys: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return the argument of `finish`, (..., F)."""
-        return read(self.border, x, self.up)
+        return read(self.border, x, self.up, keys=keys)
 
-    def finish(self, up: Tensor) -> Tensor:
+    def finish(self, up: Tensor, *, keys: Tensor | None = None) -> Tensor:
         """Map up to the output (..., D)."""
-        return write(self.border, self.kernels.gelu(up, self.approximate), self.down)
+        return write(self.border, self.kernels.gelu(up, self.approximate), self.down, keys)
 
 
 def make_mlp(shape: ModelShape, kernels: Kernels, border: Border, ffn: int, bias: bool) -> GatedMLP | PlainMLP:
@@ -139,6 +139,9 @@ class ExpertStack:
     low: tuple[Tensor, ...] = ()
     scale: float = 1.0
     dropout: float = 0.0
+    site: int = 0
+    first_input: int = 0
+    """Number of this stack in its layer for dropout, and of the first input held here."""
     read: Callable[[Tensor], Tensor] = same
     """Transform of the rows before the product. Stacks that read the same rows share it."""
     name: str = ""
@@ -190,12 +193,15 @@ class Experts(nn.Module):
         """Map what Dispatch.send returned to the argument of Dispatch.receive."""
         return self.seams.dispatch.compute(self, *sent)
 
-    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Map rows (N k, D), sorted by expert, and counts (X,) per expert, to (N k, D). All experts are here."""
+    def compute(self, rows: Tensor, counts: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Map rows (N k, D), sorted by expert, and counts (X,) per expert, to (N k, D). All experts are here.
+
+        `keys` (N k,) are those of the rows for dropout.
+        """
         # A kernel that reads the counts on the device spares the host a wait.
         if self.up is not None and keeps_counts(rows, self.up, self.kernels.prefer):
-            return self.feed_forward(rows, counts)
-        return self.feed_forward(rows, self.seams.counts_on_host(counts.unsqueeze(0), len(rows))[0])
+            return self.feed_forward(rows, counts, keys=keys)
+        return self.feed_forward(rows, self.seams.counts_on_host(counts.unsqueeze(0), len(rows))[0], keys=keys)
 
     def stacks(self, pieces: int = 1) -> list[tuple[ExpertStack, ...]]:
         """Return the matrices (gate,) up, down of each of `pieces` equal parts of the experts."""
@@ -204,31 +210,39 @@ class Experts(nn.Module):
 
     def _stack(self, name: str) -> ExpertStack:
         lora = getattr(self, f"{name}_lora", None)
-        low = () if lora is None else (lora.a, lora.b)
         quantized = getattr(self, f"{name}_quantized", None)
         rounding, held = self.rounding.get(name), getattr(self, name)
         if rounding is not None:
             (matrices,) = rounding.matrices(held)
             return ExpertStack(matrices, name=name, read=rounding.read)
-        scale, drops = (1.0, 0.0) if lora is None else (lora.scale, lora.dropout)
-        return ExpertStack(held if quantized is None else quantized.matrix, low, scale, drops, name=name)
+        matrices = held if quantized is None else quantized.matrix
+        if lora is None:
+            return ExpertStack(matrices, name=name)
+        return ExpertStack(matrices, (lora.a, lora.b), lora.scale, lora.dropout, lora.site, lora.first_input, name=name)
 
-    def feed_forward(self, rows: Tensor, counts: Counts, stacks: Sequence[ExpertStack] = ()) -> Tensor:
-        """Map sorted rows (R, D) and counts per expert to (R, D), by all experts here or those of `stacks`."""
+    def feed_forward(
+        self, rows: Tensor, counts: Counts, stacks: Sequence[ExpertStack] = (), keys: Tensor | None = None
+    ) -> Tensor:
+        """Map sorted rows (R, D) and counts per expert to (R, D), by all experts here or those of `stacks`.
+
+        `keys` (R,) are those of the rows for dropout.
+        """
         *first, down = stacks or self.stacks()[0]
         more = None
         if self.beside is not None:
             rows, more = self.beside(self, rows, counts)
         rows = first[0].read(rows)
-        read = [self._product(rows, stack, counts, more) for stack in first]
+        read = [self._product(rows, stack, counts, more, keys) for stack in first]
         inner = self.kernels.swiglu(*read) if self.gated else self.kernels.gelu(*read, self.approximate)
-        return self._product(down.read(inner), down, counts, more)
+        return self._product(down.read(inner), down, counts, more, keys)
 
-    def _product(self, rows: Tensor, stack: ExpertStack, counts: Counts, more: AddedProducts | None) -> Tensor:
-        product = self._plain_product(rows, stack, counts)
+    def _product(
+        self, rows: Tensor, stack: ExpertStack, counts: Counts, more: AddedProducts | None, keys: Tensor | None
+    ) -> Tensor:
+        product = self._plain_product(rows, stack, counts, keys)
         return product if more is None else more.add(stack, rows, product)
 
-    def _plain_product(self, rows: Tensor, stack: ExpertStack, counts: Counts) -> Tensor:
+    def _plain_product(self, rows: Tensor, stack: ExpertStack, counts: Counts, keys: Tensor | None) -> Tensor:
         multiply = self.kernels.expert_linear
         if isinstance(stack.matrices, QuantizedMatrix):
             assert not isinstance(counts, Tensor)
@@ -238,7 +252,8 @@ class Experts(nn.Module):
         if not stack.low:
             return product
         a, b = stack.low
-        dropped = dropout(rows, stack.dropout, self.training)
+        drops = stack.dropout > 0 and self.training
+        dropped = dropout(rows, stack.dropout, keys, stack.site, stack.first_input) if drops else rows
         low: Tensor = multiply(multiply(dropped, a, counts) * stack.scale, b, counts)
         return product + low
 
@@ -250,14 +265,14 @@ class BesideStacks(Protocol):
         """Return the rows (R, D) of what was sent, and what is added to their products."""
 
 
-def begin(shared: GatedMLP | PlainMLP, x: Tensor) -> tuple[Tensor, ...]:
+def begin(shared: GatedMLP | PlainMLP, x: Tensor, keys: Tensor | None) -> tuple[Tensor, ...]:
     """Run the first half of the shared experts."""
-    return shared.begin(x)
+    return shared.begin(x, keys)
 
 
-def finish(shared: GatedMLP | PlainMLP, *begun: Tensor) -> Tensor:
+def finish(shared: GatedMLP | PlainMLP, keys: Tensor | None, *begun: Tensor) -> Tensor:
     """Run the second half of the shared experts."""
-    return shared.finish(*begun)
+    return shared.finish(*begun, keys=keys)
 
 
 IN_HALVES: tuple[Half, Half] = begin, finish
@@ -280,6 +295,10 @@ class RoutedTokens(NamedTuple):
     """Choice of each row (N k,)."""
     inverse: Tensor
     """Row of each choice (N k,)."""
+    keys: Tensor | None = None
+    """Keys (B, S) of tokens for the dropout of adapters, at the positions that shared experts read."""
+    row_keys: Tensor | None = None
+    """Keys of the rows (N k,)."""
 
 
 class MoE(nn.Module):
@@ -295,16 +314,16 @@ class MoE(nn.Module):
         if shape.moe.shared_experts:
             self.shared = make_mlp(shape, kernels, seams.shared, shape.moe.shared_experts * shape.moe.ffn, False)
 
-    def forward(self, x: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, padding: Tensor | None = None, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map x (B, S, D) to (B, S, D) and the balance loss of each sequence (B,) fp32.
 
-        `padding` (B, S) is left out of the balance loss.
+        `padding` (B, S) is left out of the balance loss. `keys` (B, S) are those of adapters' dropout.
         """
-        routed, rows = self.route(x)
+        routed, rows = self.route(x, keys)
         received, shared = self.visit(routed, rows)
         return self.join(routed, received, shared, padding)
 
-    def route(self, x: Tensor) -> tuple[RoutedTokens, list[Tensor]]:
+    def route(self, x: Tensor, keys: Tensor | None = None) -> tuple[RoutedTokens, list[Tensor]]:
         """Route x (B, S, D): return where its tokens go, and their rows (N k, D) sorted by expert.
 
         The rows are alone in a list, so the sender can release them.
@@ -319,7 +338,12 @@ class MoE(nn.Module):
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         counts = choices.new_zeros(self.moe.experts).scatter_add_(0, choices, torch.ones_like(choices))
         rows = spread(flat, order, inverse, self.moe.top_k, prefer)
-        return RoutedTokens(x, counts, weights, experts, probabilities, order, inverse), [rows]
+        row_keys = None
+        if keys is not None:
+            # The experts of a token drop other elements of it each.
+            by_expert = features(0, self.moe.experts, x.device)[choices].view_as(experts)
+            row_keys = mix(self.seams.in_routed(keys).reshape(-1, 1) + by_expert).flatten()[order]
+        return RoutedTokens(x, counts, weights, experts, probabilities, order, inverse, keys, row_keys), [rows]
 
     def visit(
         self, routed: RoutedTokens, rows: list[Tensor], halves: tuple[Half, Half] = IN_HALVES
@@ -332,10 +356,11 @@ class MoE(nn.Module):
         dispatch, (begin, finish) = self.seams.dispatch, halves
         # The shared experts fill the time in which rows travel.
         beside = self.moe.shared_experts > 0 and dispatch.travels
-        sent = dispatch.send(self.experts, rows.pop(), routed.counts)
-        begun = begin(self.shared, routed.x) if beside else ()
+        row_keys = () if routed.row_keys is None else (routed.row_keys,)
+        sent = dispatch.send(self.experts, rows.pop(), routed.counts, *row_keys)
+        begun = begin(self.shared, routed.x, routed.keys) if beside else ()
         outputs = self.experts(*sent)
-        shared = finish(self.shared, *begun) if beside else None
+        shared = finish(self.shared, routed.keys, *begun) if beside else None
         return dispatch.receive(outputs), shared
 
     def join(
@@ -345,7 +370,7 @@ class MoE(nn.Module):
         x, prefer = routed.x, self.experts.kernels.prefer
         out = combine(received, routed.weights, routed.order, routed.inverse, prefer).view_as(x)
         if self.moe.shared_experts:
-            out = out + (self.shared(x) if shared is None else shared)
+            out = out + (self.shared(x, routed.keys) if shared is None else shared)
         chosen = torch.zeros_like(routed.probabilities).scatter_(1, routed.experts, 1.0)
         balance = self._balance(chosen.view(*x.shape[:2], -1), routed.probabilities.view(*x.shape[:2], -1), padding)
         return self.seams.routed.leave(out), balance  # `leave` is last: recomputation stops before it

@@ -34,8 +34,8 @@ class Weight(Protocol):
     def sole_matrix(self, weight: Tensor) -> Tensor | None:
         """Return the matrix whose product with the input is the result. None if the result is more than one product."""
 
-    def combine(self, layer: "Linear", x: Tensor, products: Sequence[Tensor]) -> Tensor:
-        """Map x (..., in) and its products with the matrices to (..., out)."""
+    def combine(self, layer: "Linear", x: Tensor, products: Sequence[Tensor], keys: Tensor | None = None) -> Tensor:
+        """Map x (..., in) and its products with the matrices to (..., out). `keys` (...) are those of dropout."""
 
 
 class Linear(nn.Linear):
@@ -59,10 +59,10 @@ class Linear(nn.Linear):
         bias: Tensor | None = self.bias
         return bias if self.adds_bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x (..., in) to (..., out)."""
+    def forward(self, x: Tensor, *, keys: Tensor | None = None) -> Tensor:
+        """Map x (..., in) to (..., out). `keys` (...) are those of an adapter's dropout."""
         if self.lora is not None or self.quantized is not None:
-            return products(self.kernels.linears, x, (self,))[0]
+            return products(self.kernels.linears, x, (self,), keys)[0]
         product: Tensor = self.kernels.linear(x, self.weight, self.local_bias)
         return product
 
@@ -70,7 +70,9 @@ class Linear(nn.Linear):
 class Head(Linear):
     """Last layer: returns logits, or what is computed from them in its own call."""
 
-    def forward(self, x: Tensor, use: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
+    def forward(
+        self, x: Tensor, use: Callable[[Tensor, Tensor], Any] | None = None, *, keys: Tensor | None = None
+    ) -> Any:
         """Map x (..., D) to logits (..., V), or return use(x, weight (V, D))."""
         assert self.lora is None, "losses use the head's own matrix"
         return super().forward(x) if use is None else use(x, self.weight)
@@ -100,7 +102,13 @@ def sole_matrix(layer: Linear) -> Tensor | None:
     return layer.weight if layer.lora is None else layer.lora.sole_matrix(layer.weight)
 
 
-def read(border: Border, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+def call(layer: nn.Module, x: Tensor, keys: Tensor | None) -> Tensor:
+    """Call a layer, of which only ours have adapters with dropout."""
+    output: Tensor = layer(x) if keys is None or not isinstance(layer, Linear) else layer(x, keys=keys)
+    return output
+
+
+def read(border: Border, x: Tensor, *layers: nn.Module, keys: Tensor | None = None) -> tuple[Tensor, ...]:
     """Return the outputs of a part's first layers for its input, from one product.
 
     Other modules than ours, and layers with hooks, are called one by one. Raises IllegalLayout when such a layer is at
@@ -114,25 +122,28 @@ def read(border: Border, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
             "a layer before a tensor-parallel part was replaced or has hooks: take layout.tp=1, or set its "
             "weight (Linear.lora) instead"
         )
-    # The fused product of a border reads no codes, so its collective and the products run one after the other.
-    if border.read is not None and any(layer.quantized is not None for layer in ours):
-        return products(ours[0].kernels.linears, border.enter(x), ours)
+    # The fused product of a border reads no codes, and one input, which adapters with dropout do not share. So its
+    # collective and the products run one after the other.
+    if border.read is not None and (keys is not None or any(layer.quantized is not None for layer in ours)):
+        return products(ours[0].kernels.linears, border.enter(x), ours, keys)
     if len(ours) < len(layers) or (border.read is None and len(layers) == 1):
-        return tuple(layer(x) for layer in layers)
-    return products(border.read or ours[0].kernels.linears, x, ours)
+        return tuple(call(layer, x, keys) for layer in layers)
+    return products(border.read or ours[0].kernels.linears, x, ours, keys)
 
 
-def write(border: Border, x: Tensor, layer: nn.Module) -> Tensor:
+def write(border: Border, x: Tensor, layer: nn.Module, keys: Tensor | None = None) -> Tensor:
     """Return what the last layer of a part adds to the residual stream."""
     if border.prepared is not None and (prepared := border.prepared(x, (layer,))) is not None:
         return border.leave(prepared[0])
     if border.write is None or not is_ours(layer) or (weight := sole_matrix(layer)) is None:
-        return border.leave(layer(x))
+        return border.leave(call(layer, x, keys))
     return border.write.linear(x, weight, layer.local_bias)
 
 
-def products(product: Callable[..., tuple[Tensor, ...]], x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
-    """Return the layers' outputs for one input. `product` has the signature of kernels.linears."""
+def products(
+    product: Callable[..., tuple[Tensor, ...]], x: Tensor, layers: Sequence[Linear], keys: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Return the layers' outputs for one input. `product` has the signature of kernels.linears, `keys` see Linear."""
     if all(is_bare(layer) for layer in layers):
         return product(x, [layer.weight for layer in layers], [layer.local_bias for layer in layers])
     # Layers that share an input agree on how to read it.
@@ -146,7 +157,7 @@ def products(product: Callable[..., tuple[Tensor, ...]], x: Tensor, layers: Sequ
     outputs = iter(_multiply_each(product, layers[0].kernels, x, list(chain(*matrices)), list(chain(*biases))))
     parts = [[next(outputs) for _ in layer_matrices] for layer_matrices in matrices]
     return tuple(
-        layer.lora.combine(layer, x, layer_products) if layer.lora else layer_products[0]
+        layer.lora.combine(layer, x, layer_products, keys) if layer.lora else layer_products[0]
         for layer, layer_products in zip(layers, parts, strict=True)
     )
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels.linear.linear import product_dtype
-from meshwright.kernels.norm.norms import dropout
+from meshwright.kernels.norm.dropout import dropout, site_key
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.model.feed_forward import Experts
 from meshwright.model.layers import Linear, Matrix
@@ -33,6 +33,8 @@ class LoRA(nn.Module):
     def __init__(self, lora: LoRAShape, size_in: int, size_out: int) -> None:
         super().__init__()
         self.scale, self.dropout = lora.scale, lora.dropout
+        self.site, self.first_input = 0, 0
+        """Number of this matrix in its layer for dropout, and of the first input held here."""
         self.a = nn.Parameter(torch.empty(lora.rank, size_in))
         self.b = nn.Parameter(torch.empty(size_out, lora.rank))
         self.adds_bias = lora.dora
@@ -57,12 +59,16 @@ class LoRA(nn.Module):
         """Return None: the result is a sum."""
         return None
 
-    def combine(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
+    def combine(self, layer: Linear, x: Tensor, products: Sequence[Tensor], keys: Tensor | None = None) -> Tensor:
         """Map x (..., in) and its products to (..., out)."""
         linear = layer.kernels.linear
         base_product = products[0]
         # Without dropout A x came with W x, from one product.
-        narrow = linear(dropout(x, self.dropout), self.a) if self._drops else products[1]
+        narrow = (
+            products[1]
+            if not self._drops
+            else linear(dropout(x, self.dropout, keys, self.site, self.first_input), self.a)
+        )
         output: Tensor = base_product + linear(narrow * self.scale, self.b)
         if not self.adds_bias:
             return output
@@ -102,6 +108,7 @@ class ExpertLoRA(nn.Module):
         super().__init__()
         experts, size_out, size_in = size
         self.scale, self.dropout = lora.scale, lora.dropout
+        self.site, self.first_input = 0, 0
         self.a = nn.Parameter(torch.empty(experts, lora.rank, size_in))
         self.b = nn.Parameter(torch.empty(experts, size_out, lora.rank))
 
@@ -124,10 +131,13 @@ def add_adapters(model: nn.Module, shape: ModelShape) -> None:
         where, _, leaf = name.rpartition(".")
         module = model.get_submodule(where)
         if isinstance(module, Experts):
-            setattr(module, f"{leaf}_lora", ExpertLoRA(shape.lora, getattr(module, leaf).shape))
+            adapter: LoRA | ExpertLoRA = ExpertLoRA(shape.lora, getattr(module, leaf).shape)
+            setattr(module, f"{leaf}_lora", adapter)
         else:
             assert isinstance(module, Linear)
-            module.lora = LoRA(shape.lora, module.in_features, module.out_features)
+            adapter = module.lora = LoRA(shape.lora, module.in_features, module.out_features)
+        # The same for all layers, so that these share compiled code. Keys of tokens differ between layers.
+        adapter.site = site_key(name.split(".", 2)[2])
     # Codes last, because adapters take their sizes from the matrices.
     put_quantized(model, shape, frozen_schemes(shape), {}, torch.float32, keeps_copies=False)
     trained = {parameter.name for parameter in inventory if parameter.trained}

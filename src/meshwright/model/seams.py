@@ -75,7 +75,10 @@ class Dispatch:
     ordered: Callable[[Tensor], Tensor] = same
     """Experts (N k,) of the rows -> keys by which the rows are sorted."""
     send: Callable[..., Any] = pass_through
-    """(experts, sorted rows (N k, D), counts (X,) of each expert) -> arguments of `compute` after the experts."""
+    """(experts, sorted rows (N k, D), counts (X,) of each expert) -> arguments of `compute` after the experts.
+
+    With dropout of adapters, keys of the rows (N k,) follow the counts.
+    """
     compute: Callable[..., Any] = compute
     """(experts, ...) -> argument of `receive`."""
     receive: Callable[[Any], Tensor] = same
@@ -88,6 +91,8 @@ class Dispatch:
 class Seams:
     """Seams of one model. None = the model's own kernel."""
 
+    tp_index: int = 0
+    """Number of this rank among those that share heads, and so the number of its first head over its heads."""
     look_up: Callable[[Tensor, Tensor], Tensor] = look_up
     """Tokens (B, S) and the embedding's weight -> first hidden states."""
     positions: Callable[[Tensor], Tensor] = same

@@ -18,7 +18,7 @@ from meshwright.kernels.attention.attend import UNKNOWN, DocumentSpans
 from meshwright.kernels.linear.linear import SAME
 from meshwright.kernels.linear.weight_gradients import use_alias
 from meshwright.kernels.loss.linear_divergence import FORWARD, DistillationLoss, Divergence, KnownTop, TeacherHead
-from meshwright.kernels.norm.norms import dropout
+from meshwright.kernels.norm.dropout import TokenKeys, draw_token_keys, dropout, site_key
 from meshwright.model.attention import (
     Attention,
     AttentionMetadata,
@@ -42,6 +42,10 @@ from meshwright.spec.model.shape import ModelShape
 Output = TypeVar("Output")
 
 
+ATTENTION_SITE, MLP_SITE, EMBEDDING_SITE = map(site_key, ("attention", "mlp", "embedding"))
+"""Numbers of the places of dropout in the residual stream."""
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -55,8 +59,7 @@ class Block(nn.Module):
         dense = () if self.routed else (seams.dense, shape.ffn, shape.mlp_bias)
         self.mlp = make_mlp(shape, kernels, *dense) if dense else MoE(shape, kernels, seams)
         self.seams, self.dropout = seams, dropout
-        self.draws = bool(dropout or (shape.lora and shape.lora.dropout))
-        """True when training draws random numbers here, for dropout."""
+        self.adapters_drop = bool(shape.lora and shape.lora.dropout)
 
     def forward(
         self, x: Tensor, metadata: AttentionMetadata, cache: Past | None = None
@@ -69,20 +72,23 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Run `forward` on one device, without the seams."""
         normed, x = self.attend(x, metadata, cache)
+        keys = (metadata.token_keys,) if self.adapters_drop and metadata.keys is not None else ()
         if self.routed:
-            out, balance = self.mlp(normed, metadata.padding)
-            return x + self.drop(out), balance
-        return x + self.drop(self.mlp(normed)), None
+            out, balance = self.mlp(normed, metadata.padding, *keys)
+            return x + self.drop(out, metadata, MLP_SITE), balance
+        return x + self.drop(self.mlp(normed, *keys), metadata, MLP_SITE), None
 
     def attend(self, x: Tensor, metadata: AttentionMetadata, cache: Past | None = None) -> tuple[Tensor, Tensor]:
         """Return the input of the feed-forward and the residual that its output is added to, both (B, S, D)."""
-        attended = self.drop(self.attention(self.attention_norm(x), metadata, cache))
+        attended = self.drop(self.attention(self.attention_norm(x), metadata, cache), metadata, ATTENTION_SITE)
         normed, x = self.mlp_norm.after(x, attended)
         return normed, x
 
-    def drop(self, x: Tensor) -> Tensor:
-        """Apply dropout in training."""
-        return dropout(x, self.dropout, self.training)
+    def drop(self, x: Tensor, metadata: AttentionMetadata, site: int) -> Tensor:
+        """Apply dropout in training, at a site of the residual stream."""
+        if not self.dropout or not self.training:
+            return x
+        return dropout(x, self.dropout, metadata.keys and metadata.keys.stream, site)
 
 
 class Embedding(nn.Embedding):
@@ -173,6 +179,7 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         spans: DocumentSpans = UNKNOWN,
         padding: Tensor | None = None,
+        keys: Tensor | None = None,
         objective: "Criterion | None" = None,
     ) -> tuple[Tensor, Loss]:
         """Run the layers of one pipeline stage and return its hidden states and its part of the loss.
@@ -185,12 +192,14 @@ class Transformer(nn.Module):
             targets: See `loss`, as for `scale`.
             spans: Document boundaries as far as the host knows them.
             padding: Mask (B, S) of padding, which the balance loss leaves out.
+            keys: Keys (B, S) int32 of dropout, by which every layout draws the same masks. None = random ones.
             objective: Loss of the predictions. None = cross-entropy.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-        x = self.enter(tokens, positions) if x is None else x
-        metadata = self.attention_metadata(positions, tokens.shape[1], documents, spans, padding)
+        token_keys = self.token_keys(tokens, keys)
+        x = self.enter(tokens, positions, token_keys) if x is None else x
+        metadata = self.attention_metadata(positions, tokens.shape[1], documents, spans, padding, token_keys)
         x, balance = self.run_layers(x, metadata)
         if not self.last:
             return x, Loss(torch.zeros((), device=x.device), balance)
@@ -214,16 +223,24 @@ class Transformer(nn.Module):
         if positions is None:
             # Positions go on behind those in the cache.
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device).unsqueeze(0)
-        attention_metadata = self.attention_metadata(positions, past + tokens.shape[1], documents)
-        x, balance = self.run_layers(self.enter(tokens, positions), attention_metadata, cache)
+        keys = self.token_keys(tokens)
+        attention_metadata = self.attention_metadata(positions, past + tokens.shape[1], documents, token_keys=keys)
+        x, balance = self.run_layers(self.enter(tokens, positions, keys), attention_metadata, cache)
         return self.seams.enter_head(self.norm(x)), balance
 
-    def enter(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def token_keys(self, tokens: Tensor, keys: Tensor | None = None) -> TokenKeys | None:
+        """Return the keys of dropout for tokens (B, S), given ones (B, S) or random ones. None = no dropout."""
+        if not self.training or not (self.dropout or (self.shape.lora and self.shape.lora.dropout)):
+            return None
+        whole = draw_token_keys(tokens) if keys is None else keys
+        return TokenKeys(whole, self.seams.positions(whole))
+
+    def enter(self, tokens: Tensor, positions: Tensor, keys: TokenKeys | None = None) -> Tensor:
         """Return the input (B, S, D) of the first layer."""
         x = self.embed(tokens)
         if self.shape.positions == "learned":
             x = x + self.positions(self.seams.positions(positions))
-        return dropout(x, self.dropout, self.training)
+        return dropout(x, self.dropout, keys.stream, EMBEDDING_SITE) if self.dropout and keys is not None else x
 
     @property
     def blocks(self) -> list[Block]:
@@ -238,8 +255,9 @@ class Transformer(nn.Module):
         It is divided by the routed layers of the whole shape, so pipeline stages add up to the mean.
         """
         balances: list[Tensor] = []
-        for index, block in enumerate(self.blocks):
-            x, balance = block(x, attention_metadata[block.window], cache.layers[index] if cache else None)
+        for index, (number, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
+            metadata = attention_metadata[block.window].of_layer(number)
+            x, balance = block(x, metadata, cache.layers[index] if cache else None)
             if balance is not None:
                 balances.append(balance)
         return x, torch.stack(balances).sum(0) / self.shape.routed_layers if balances else None
@@ -251,6 +269,7 @@ class Transformer(nn.Module):
         documents: Tensor | None,
         spans: DocumentSpans = UNKNOWN,
         padding: Tensor | None = None,
+        token_keys: TokenKeys | None = None,
     ) -> dict[int, AttentionMetadata]:
         """Build what layers need to know about positions (B, S) and documents (B, keys), by window size."""
         cos = sin = None
@@ -262,7 +281,7 @@ class Transformer(nn.Module):
         mask = partial(self.seams.mask, queries, keys, documents=documents, spans=spans, device=positions.device)
         if padding is not None:
             padding = self.seams.in_routed(padding)
-        return {window: AttentionMetadata(mask(window=window), cos, sin, padding) for window in windows}
+        return {window: AttentionMetadata(mask(window=window), cos, sin, padding, token_keys) for window in windows}
 
     def at_head(self, x: Tensor, use: Callable[[Tensor, Tensor], Output]) -> Output:
         """Return use(x (N, D), weight (V, D)) with the weight of the head, tied or not."""

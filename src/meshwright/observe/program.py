@@ -26,13 +26,14 @@ from meshwright.spec.layout.layout import Layout, place_of
 from meshwright.spec.layout.schedule import schedule
 from meshwright.spec.memory.held import WIDTHS, cache_bytes, written_bytes
 from meshwright.spec.recipe.recipe import most_answers
+from meshwright.spec.rules.passes import draws_dropout
 from meshwright.store.saver import Staging, copied_bytes
 from meshwright.training.loop import new_state
 from meshwright.training.objectives.objectives import LIKELIEST, LOGS, REFERENCE, objective_of
 from meshwright.training.objectives.teacher import build_distillation
 from meshwright.training.objectives.teacher_targets import sizes_of
 from meshwright.training.optimizer.optimizer import learning_rate
-from meshwright.training.step.batches import Batch, Share, split, to_batch, to_columns
+from meshwright.training.step.batches import Batch, Share, split, to_batch, to_columns, with_token_keys
 from meshwright.training.step.evaluate import summed_loss
 from meshwright.training.step.state import TrainState, round_largest
 from meshwright.training.step.step import CROSS_ENTROPY, Objective, train_step
@@ -209,6 +210,8 @@ class TrainingProgram:
             batch = replace(batch, documents_of_rows=(documents,) * rows)
         if recipe.distillation_top_k:
             batch = replace(batch, more=to_columns(self._teacher_answers(rows), share, self.device))
+        if draws_dropout(self.plan.model, recipe):
+            batch = with_token_keys(batch, recipe.seed, 0, share)
         return split(batch, layout.micro_batch_of(recipe.global_batch))
 
     def _teacher_answers(self, rows: int) -> dict[str, NDArray[Any]]:

@@ -385,6 +385,11 @@ def _plan_caveats(plan: Plan) -> Iterator[str]:
         yield f"{plan.plan_only[:1].upper()}{plan.plan_only[1:]}."
         yield from _unbuilt_caveats(plan.model)
     device = plan.cluster.device
+    if plan.recipe.dropout and device.is_gpu:
+        yield (
+            f"recipe.dropout={plan.recipe.dropout} takes attention out of fused kernels, much slower on a GPU. "
+            "It runs tile by tile in fp32, so that every layout draws the same masks: recipe.dropout=0 avoids that."
+        )
     if plan.recipe.products == "fp8-all" and plan.model.moe is not None and device.is_gpu:
         yield (
             "recipe.products=fp8-all rounds the operands of experts, too, which was slower than bf16 on an H200 (0.38 "

@@ -122,7 +122,8 @@ def attention_kernel(plan: Plan, device: torch.device) -> str:
         return "reference"
     q, k, v, mask = _attention_inputs(plan, device)
     if layout.cp > 1:
-        return f"{layout.context} of {'flash' if can_fuse(q, k) else 'plain'} parts"
+        fuses = not plan.recipe.dropout and can_fuse(q, k)
+        return f"{layout.context} of {'flash' if fuses else 'plain'} parts"
     return backend(q, k, v, mask, scale=q.shape[-1] ** -0.5, dropout=plan.recipe.dropout)
 
 
@@ -132,7 +133,7 @@ def kernel_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
         return ["layout.kernels=reference is plain code, for comparison: it is slower and keeps more activations"]
     if device.type == "cpu" and plan.layout.kernels != "triton":
         return _loop_notes(plan, device)
-    library = [] if plan.layout.kernels == "triton" else attention_notes(plan, device)
+    library = [] if plan.layout.kernels == "triton" and not plan.recipe.dropout else attention_notes(plan, device)
     names = ["loss_rows", *([] if compiled else block_operations(plan))]
     names = [name for name in names if name != "attention" or not library]
     narrow = (plan.recipe.optimizer_states, plan.recipe.master_weights) != ("fp32", "fp32")
@@ -152,6 +153,11 @@ def kernel_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
 def attention_notes(plan: Plan, device: torch.device) -> list[str]:
     """Return which library computes 16-bit attention on a GPU, and why."""
     layout, dtype = plan.layout, DTYPES[plan.recipe.precision]
+    if plan.recipe.dropout:
+        return [
+            "attention: blockwise in fp32, much slower than fused kernels, so that every layout draws the same masks "
+            f"(recipe.dropout={plan.recipe.dropout})"
+        ]
     if chooser.why_unavailable(device) == "no CUDA device" or dtype not in chooser.NARROW:
         return []
     if layout.cp > 1:

@@ -16,6 +16,7 @@ from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.spec import Data, Plan
 from meshwright.spec.errors import NonFiniteLoss
 from meshwright.spec.recipe.recipe import DataRead
+from meshwright.spec.rules.passes import draws_dropout
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog, RunFolder, write_document
 from meshwright.store.saver import Saver
@@ -101,7 +102,8 @@ class Trainer:
         rows = PackedRows(
             sampler, recipe.document_mask, self.task.read_training_answers, self.task.read_rows, padding=balanced
         )
-        feed = Feed(rows, self.device, share=self.share)
+        seed = recipe.seed if draws_dropout(self.plan.model, recipe) else None
+        feed = Feed(rows, self.device, share=self.share, dropout_seed=seed)
         log = MetricsLog(self.folder.metrics, silent=not self.is_rank_zero)
         if self.is_rank_zero and self.job.forecast.dry_run is not None:
             write_document(self.folder.dry_run, self.job.forecast.dry_run)

@@ -16,6 +16,7 @@ from meshwright.kernels.attention.varlen import borders_of
 from meshwright.kernels.c import sequence_attention, training_rows
 from meshwright.kernels.chooser import NARROW, device_kind, simulated_kind, uses_triton
 from meshwright.kernels.linear.linear import needs_wide
+from meshwright.kernels.norm.dropout import AttentionDropout, features, keep_mask
 from meshwright.spec.plan.execution import Case
 
 
@@ -99,7 +100,9 @@ MOST_IN_TRITON = 65535
 """Most documents that a grid of programs can hold."""
 
 
-def attend_reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
+def attend_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: AttentionDropout | None = None
+) -> Tensor:  # fmt: skip
     """Attend q (B, S, H, E) over k (B, T, K, E) and v (B, T, K, V). Returns (B, S, H, V).
 
     Query head h reads key head h // (H / K).
@@ -109,7 +112,9 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: floa
     scores = torch.einsum("bshe,bthe->bhst", q.float(), k.float()) * scale
     allowed = mask.allowed(q.shape[1], k.shape[1], q.device)
     weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
-    weights = F.dropout(weights, dropout)
+    if dropout is not None:
+        rows, columns = dropout.rows.transpose(1, 2), features(0, k.shape[1], k.device)
+        weights = weights * keep_mask(rows, columns, dropout.rate) * dropout.growth
     return torch.einsum("bhst,bthv->bshv", weights, v.float()).to(q.dtype)
 
 
@@ -147,12 +152,14 @@ def prefers_blockwise(q: Tensor, mask: Mask) -> bool:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0, prefer: str = "auto"
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: AttentionDropout | None = None,
+    prefer: str = "auto",
+) -> Tensor:  # fmt: skip
     """Attend as the reference does, without storing the S x T weights.
 
-    A CPU runs the compiled loops. Without these it runs torch's scaled_dot_product_attention, or the blockwise form
-    where that is faster or applies dropout. Documents and windows go through kernels/attention/varlen.py, which skips
+    With dropout every device runs the blockwise form, whose masks do not depend on the layout. Otherwise a CPU runs the
+    compiled loops. Without these it runs torch's scaled_dot_product_attention, or the blockwise form where that is
+    faster. Documents and windows go through kernels/attention/varlen.py, which skips
     hidden pairs. Only queries over past keys use a mask tensor, and not in 16 bits on a GPU.
 
     On a GPU only flash attention accepts unequal heads. It accepts no mask tensors, no fp32 and no heads wider than
@@ -161,23 +168,22 @@ def attend(
     A CPU without 16-bit matrix units attends in fp32. Values narrower than the keys (MLA) are padded with zeros for the
     fused kernels, which need equal widths, and the padding is cut off again.
     """
-    dtype, width = q.dtype, v.shape[-1]
-    if uses_triton("attention", q, prefer=prefer, feature=triton_obstacle(q, k, v, mask, dropout)):
+    dtype, width, rate = q.dtype, v.shape[-1], 0.0 if dropout is None else dropout.rate
+    if uses_triton("attention", q, prefer=prefer, feature=triton_obstacle(q, k, v, mask, rate)):
         return _in_triton(q, k, v, mask, scale)
-    kernel = choose_kernel(q, k, v, mask, dropout)
+    kernel = choose_kernel(q, k, v, mask, rate)
     if kernel == "past":
         return attend_past(q, k, v, window=mask.window, scale=scale)
     if kernel not in ("torch", "cudnn"):
-        form = varlen.AttentionForm(mask.documents, mask.borders, mask.longest, mask.window, scale, kernel, dropout)
+        drops = (0.0, None) if dropout is None else dropout
+        form = varlen.AttentionForm(mask.documents, mask.borders, mask.longest, mask.window, scale, kernel, *drops)
         return varlen.attend(q, k, v, form)
     allowed, causal = _sdpa_mask(q, k, mask)
     q, k, v, grouped = _sdpa_inputs(q, k, v, allowed)
     if kernel == "cudnn":
         return compat.cudnn_attention(q, k, v, scale=scale).transpose(1, 2)
     fused = compat.cuda_attention if simulated_kind() == "cuda" else F.scaled_dot_product_attention
-    out: Tensor = fused(
-        q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
-    )
+    out: Tensor = fused(q, k, v, attn_mask=allowed, is_causal=causal, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)[..., :width].to(dtype)
 
 
@@ -209,7 +215,7 @@ def _in_triton(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Ten
     return out.view(rows, length, *out.shape[1:])
 
 
-def gpu_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
+def gpu_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> str:
     """Return `cudnn`, `flash-4` or `flash`: the GPU kernel for q (B, S, H, E) over as many keys.
 
     The table is in spec/plan/execution.py. A dry run models flash, which saves the same tensors as the
@@ -225,7 +231,7 @@ def gpu_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> s
         case = "cache"
     # Only numbers go in, so the compiler may take the answer for a constant.
     about = (q.device, q.dtype, case, q.shape[1], q.shape[3], v.shape[3], q.shape[2] // k.shape[2])
-    kernel: str = chosen_kernel(*about, dropout, torch.is_grad_enabled())
+    kernel: str = chosen_kernel(*about, torch.is_grad_enabled())
     return kernel
 
 
@@ -244,11 +250,15 @@ def _is_banded(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> b
 
 def _loops_pay(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:
     # The library is asked last: the first answer on a machine starts the C compiler.
-    return not dropout and wants_loops(q, k, v) and training_rows.is_compiled()
+    return wants_loops(q, k, v) and training_rows.is_compiled()
+
+
+def _drops(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:
+    return bool(dropout)
 
 
 def _blocks_pay(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:
-    return bool(dropout) or (q.requires_grad and prefers_blockwise(q, mask))
+    return q.requires_grad and prefers_blockwise(q, mask)
 
 
 def _is_traced_in_fp32(q: Tensor, *_: object) -> bool:
@@ -260,7 +270,7 @@ def _fuses(q: Tensor, k: Tensor, v: Tensor, *_: object) -> bool:
 
 
 def _strips_run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:
-    return not dropout and device_kind(q) == "cuda"
+    return device_kind(q) == "cuda"
 
 
 def _always(*_: object) -> bool:
@@ -269,19 +279,26 @@ def _always(*_: object) -> bool:
 
 CHOICES: dict[tuple[str, str], tuple[tuple[Callable[..., bool], str], ...]] = {
     ("cpu", "plain"): (
+        (_drops, "blocks"),
         (_loops_pay, "loops"),
         # The compiler sees through torch's kernel, not through blocks.
         (_is_traced_in_fp32, "torch"),
         (_blocks_pay, "blocks"),
         (_always, "torch"),
     ),
-    ("cpu", "packed"): ((_loops_pay, "loops"), (_blocks_pay, "blocks"), (_fuses, "flash"), (_always, "blocks")),
+    ("cpu", "packed"): (
+        (_drops, "blocks"),
+        (_loops_pay, "loops"),
+        (_blocks_pay, "blocks"),
+        (_fuses, "flash"),
+        (_always, "blocks"),
+    ),
     ("cpu", "past"): ((_always, "torch"),),
-    ("gpu", "plain"): ((_always, "gpu"),),
-    ("gpu", "packed"): ((_fuses, "gpu"), (_strips_run, "strips"), (_always, "blocks")),
+    ("gpu", "plain"): ((_drops, "blocks"), (_always, "gpu")),
+    ("gpu", "packed"): ((_drops, "blocks"), (_fuses, "gpu"), (_strips_run, "strips"), (_always, "blocks")),
     ("gpu", "past"): ((_is_banded, "past"), (_always, "torch")),
 }
-"""Kernels by device and form of a call. The first that takes the call runs it.
+"""Kernels by device and form of a call. The first that takes the call runs it. Queries over past keys have no dropout.
 
 Forms: plain causal rows, packed documents or a window, fewer queries than keys over past ones. Kernels: `torch` for
 scaled_dot_product_attention, `past` for gpu.attend_past, `gpu` for what gpu_kernel says, else a way of varlen.py.
@@ -296,7 +313,7 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -
         if takes(q, k, v, mask, dropout):
             if kernel != "gpu":
                 return kernel
-            library = gpu_kernel(q, k, v, mask, dropout)
+            library = gpu_kernel(q, k, v, mask)
             # Plain rows have no borders. torch's own call runs flash for them, and flash-4 takes them as a prompt.
             return library if form == "packed" else {"flash": "torch", "flash-4": "past"}.get(library, library)
     raise AssertionError(f"no kernel of {device, form} takes every call")
@@ -316,7 +333,7 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropou
     q, k, v, grouped = _sdpa_inputs(q, k, v, allowed)
     if simulated_kind() == "cuda":
         return "flash" if allowed is None and compat.supports_flash(q, v) else "efficient"
-    return compat.choose_attention(q, k, v, allowed, dropout=dropout, scale=scale, grouped=grouped)
+    return compat.choose_attention(q, k, v, allowed, scale=scale, grouped=grouped)
 
 
 def case_of(mask: Mask) -> Case:

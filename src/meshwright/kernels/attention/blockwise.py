@@ -5,8 +5,7 @@ library. Query heads that share a key head form one product. Nothing of size S x
 recomputes the weights of a block. Measured on an AVX2 machine: docs/benchmarks.md.
 
 Where a CPU multiplies 16-bit numbers, scores and weights of 16-bit queries have 16 bits too, as in plain code of that
-dtype, and sums over blocks are fp32. Dropout's factors would be rounded, so with dropout, and on other CPUs, all inner
-arithmetic is fp32.
+dtype, and sums over blocks are fp32. With dropout, and on other CPUs, all inner arithmetic is fp32.
 
 A tile is a run of queries with the keys that they see, for documents, stretches of a window, or blocks.
 """
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
+from meshwright.kernels.norm.dropout import AttentionDropout, features, keep_mask
 
 STRETCH = 64
 """Least queries of a window's stretch: a shorter one multiplies fewer hidden keys, in more calls."""
@@ -128,28 +128,17 @@ def _ungrouped(x: Tensor, batch: int) -> Tensor:
     return out
 
 
-def random_state(device: torch.device) -> Tensor:
-    """Return the state of a device's generator as bytes on the host, without waiting for the device."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+class _Masks:
+    """Masks of dropout for tiles of weights (b K, G R, T')."""
 
+    def __init__(self, dropout: AttentionDropout, keys: int) -> None:
+        self.rate = dropout.rate
+        self.rows = _grouped(dropout.rows.unsqueeze(-1), keys).squeeze(-1)
+        self.columns = features(0, self.rows.shape[-1], self.rows.device)
 
-class AttentionDropout:
-    """Attention dropout: factors of the weights, 0 or 1 / (1 - rate), tile by tile.
-
-    The same generator state gives the same factors, so the backward pass draws them again and none is saved.
-    """
-
-    def __init__(self, rate: float, state: Tensor | None = None, device: torch.device | None = None) -> None:
-        """Draw from the device's own generator, or with `state` repeat what it drew from there on."""
-        self.rate = rate
-        self.generator: torch.Generator | None = None
-        if state is not None and not compat.is_fake(state):
-            self.generator = torch.Generator(device or "cpu")
-            self.generator.set_state(state)
-
-    def factors(self, weights: Tensor) -> Tensor:
-        """Return factors for the next tile's weights, in their shape."""
-        return torch.empty_like(weights).bernoulli_(1 - self.rate, generator=self.generator).div_(1 - self.rate)
+    def of_tile(self, tile: RowTile, heads: slice) -> Tensor:
+        """Return which weights stay, bool."""
+        return keep_mask(self.rows[heads, :, tile.queries].flatten(1), self.columns[tile.keys], self.rate)
 
 
 def _inner_dtype(q: Tensor, dropout: AttentionDropout | None) -> torch.dtype:
@@ -181,13 +170,16 @@ def forward(
     batch, keys, dtype = q.shape[0], k.shape[2], q.dtype
     q, k, v = _grouped_inputs(q, k, v, scale, _inner_dtype(q, dropout))
     out = q.new_empty(*q.shape[:3], v.shape[-1])
+    masks = None if dropout is None else _Masks(dropout, keys)
     for tile in tiles:
         heads = _heads(tile.rows, keys)
         block = q[heads, :, tile.queries]
         weights = _weights(block, k[heads, tile.keys], tile, window)
-        if dropout is not None:
-            weights.mul_(dropout.factors(weights))
+        if masks is not None:
+            weights.mul_(masks.of_tile(tile, heads))
         out[heads, :, tile.queries] = torch.bmm(weights, v[heads, tile.keys]).view(*block.shape[:3], -1)
+    if dropout is not None:
+        out.mul_(dropout.growth)
     return _ungrouped(out, batch).to(dtype)
 
 
@@ -195,10 +187,13 @@ def backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[RowTile], window: int, scale: float,
     dropout: AttentionDropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k and v. `dropout` starts from the same state as in the forward pass."""
+    """Return the gradients of q, k and v."""
     batch, keys, dtype = q.shape[0], k.shape[2], q.dtype
     q, k, v = _grouped_inputs(q, k, v, scale, _inner_dtype(q, dropout))
     gradients = _grouped(gradient.to(q.dtype), keys)
+    masks = None if dropout is None else _Masks(dropout, keys)
+    if dropout is not None:
+        gradients = gradients * dropout.growth
     # A query is in one tile, so its gradient is written once. Keys are in many: their sums are fp32.
     q_gradient, k_gradient, v_gradient = (
         torch.empty_like(q),
@@ -209,13 +204,12 @@ def backward(
         block, seen_keys = q[heads, :, tile.queries], k[heads, tile.keys]
         incoming = gradients[heads, :, tile.queries].flatten(1, 2)
         weights = _weights(block, seen_keys, tile, window)
-        # Drawn in the order of the forward pass, so each tile gets the factors that it had there.
-        factors = dropout.factors(weights) if dropout is not None else None
-        dropped_weights = weights if factors is None else weights * factors
+        mask = masks.of_tile(tile, heads) if masks is not None else None
+        dropped_weights = weights if mask is None else weights * mask
         v_gradient[heads, tile.keys] += torch.bmm(dropped_weights.transpose(1, 2), incoming)
         score_gradient = torch.bmm(incoming, v[heads, tile.keys].transpose(1, 2))
-        if factors is not None:
-            score_gradient.mul_(factors)
+        if mask is not None:
+            score_gradient.mul_(mask)
         score_gradient = compat.softmax_backward(score_gradient, weights)
         q_gradient[heads, :, tile.queries] = torch.bmm(score_gradient, seen_keys).view_as(block)
         k_gradient[heads, tile.keys] += torch.bmm(score_gradient.transpose(1, 2), block.flatten(1, 2))

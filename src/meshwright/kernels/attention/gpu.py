@@ -59,12 +59,11 @@ def choose(device: torch.device, dtype: torch.dtype, call: AttentionCall, group:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there
 def chosen_kernel(
     device: torch.device, dtype: torch.dtype, case: Case, positions: int, width: int, value_width: int, group: int,
-    dropout: float, gradients: bool,
+    gradients: bool,
 ) -> str:  # fmt: skip
     """Return `choose`'s kernel, as a constant of compiled code."""
-    call = AttentionCall(
-        case, positions, width, value_width, dropout, torch.are_deterministic_algorithms_enabled(), gradients
-    )
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    call = AttentionCall(case, positions, width, value_width, deterministic=deterministic, gradients=gradients)
     return choose(device, dtype, call, group).kernel
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels.chooser import device_kind, simulated_kind, uses_triton
 from meshwright.kernels.linear.linear import needs_wide
+from meshwright.kernels.norm.dropout import AttentionDropout, keep_mask
 
 ROWS = 64
 """Queries of a tile of the plain form; see kernels/attention/blockwise.py."""
@@ -115,15 +116,18 @@ def _cached_device_fuses(device: torch.device, dtype: torch.dtype, width: int, g
 class PartialAttention:
     """softmax(q k^T * scale) v over keys that are added part by part."""
 
-    def __init__(self, q: Tensor, value_width: int, *, scale: float, fused: bool) -> None:
-        """Take q (B, S, H, E)."""
+    def __init__(
+        self, q: Tensor, value_width: int, *, scale: float, fused: bool, dropout: AttentionDropout | None = None
+    ) -> None:
+        """Take q (B, S, H, E). Only the plain form has dropout."""
+        self.dropout = dropout
         self.dtype, self.fused, self.scale, self.value_width = q.dtype, fused, scale, value_width
         self.q = _queries(q, value_width, scale, fused)
         self.out = q.new_zeros(*self.q.shape[:3], value_width, dtype=torch.float32)
         self.lse = q.new_full(self.q.shape[:3], float("-inf"), dtype=torch.float32)
 
-    def add(self, k: Tensor, v: Tensor, tiles: Iterable[Tile]) -> None:
-        """Attend over a part, k (B, K, T, E) and v (B, K, T, V)."""
+    def add(self, k: Tensor, v: Tensor, tiles: Iterable[Tile], columns: Tensor | None = None) -> None:
+        """Attend over a part, k (B, K, T, E) and v (B, K, T, V). `columns` (T,) are the part's keys for dropout."""
         k, v = _keys(k, self.q, self.fused), _keys(v, self.q, self.fused)
         for tile in tiles:
             keys, values = k[tile.rows, :, tile.keys], v[tile.rows, :, tile.keys]
@@ -133,18 +137,25 @@ class PartialAttention:
                 part, part_lse = _attended(q, keys, values, tile, self.scale)
                 _merge(out, lse, part[..., : self.value_width], part_lse, part_lse)
             else:
-                _merge(out, lse, *_part(q, keys, values, tile))
+                mask = _mask_of_tile(self.dropout, columns, tile, k.shape[1])
+                _merge(out, lse, *_part(q, keys, values, tile, mask))
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return (B, S, H, V) in the dtype of q, and the log-sum-exp (B, H, S) fp32."""
+        if self.dropout is not None:
+            self.out.mul_(self.dropout.growth)
         return self.out.to(self.dtype).transpose(1, 2).contiguous(), self.lse
 
 
 class PartialGradients:
     """Backward pass of PartialAttention: the same parts again, in any order."""
 
-    def __init__(self, q: Tensor, out: Tensor, lse: Tensor, gradient: Tensor, *, scale: float, fused: bool) -> None:
+    def __init__(
+        self, q: Tensor, out: Tensor, lse: Tensor, gradient: Tensor, *, scale: float, fused: bool,
+        dropout: AttentionDropout | None = None,
+    ) -> None:  # fmt: skip
         """Take q (B, S, H, E), out and its gradient (B, S, H, V), and lse (B, H, S)."""
+        self.dropout = dropout
         self.dtype, self.width, self.fused, self.scale, self.lse = q.dtype, q.shape[-1], fused, scale, lse
         self.q = _queries(q, out.shape[-1], scale, fused)
         self.gradient = _keys(gradient.transpose(1, 2), self.q, fused).contiguous()
@@ -154,13 +165,21 @@ class PartialGradients:
         else:
             # Gradient times result stands for the sum over all keys, so parts need not know each other.
             self.inner = (gradient.float() * out.float()).sum(-1).transpose(1, 2)
+        if dropout is not None:
+            self.gradient = self.gradient * dropout.growth
 
-    def add(self, k: Tensor, v: Tensor, tiles: Iterable[Tile], k_gradient: Tensor, v_gradient: Tensor) -> None:
+    def add(
+        self, k: Tensor, v: Tensor, tiles: Iterable[Tile], k_gradient: Tensor, v_gradient: Tensor,
+        columns: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Add to the fp32 gradients of k (B, K, T, E) and v (B, K, T, V), in place, and to that of q."""
         keys, values = _keys(k, self.q, self.fused), _keys(v, self.q, self.fused)
         for tile in tiles:
-            part = self._fused_tile if self.fused else self._plain_tile
-            part(keys[tile.rows, :, tile.keys], values[tile.rows, :, tile.keys], tile, k_gradient, v_gradient)
+            arguments = keys[tile.rows, :, tile.keys], values[tile.rows, :, tile.keys], tile, k_gradient, v_gradient
+            if self.fused:
+                self._fused_tile(*arguments)
+            else:
+                self._plain_tile(*arguments, _mask_of_tile(self.dropout, columns, tile, k.shape[1]))
 
     def result(self) -> Tensor:
         """Return the gradient of q (B, S, H, E)."""
@@ -174,15 +193,21 @@ class PartialGradients:
         k_gradient[tile.rows, :, tile.keys] += of_k[..., : k_gradient.shape[-1]]
         v_gradient[tile.rows, :, tile.keys] += of_v[..., : v_gradient.shape[-1]]
 
-    def _plain_tile(self, k: Tensor, v: Tensor, tile: Tile, k_gradient: Tensor, v_gradient: Tensor) -> None:
+    def _plain_tile(
+        self, k: Tensor, v: Tensor, tile: Tile, k_gradient: Tensor, v_gradient: Tensor, mask: Tensor | None
+    ) -> None:
         heads = k.shape[1]
         q, gradient = (_flat(x[:, :, tile.queries], heads) for x in (self.q, self.gradient))
         lse, inner = (_flat(x[:, :, tile.queries].unsqueeze(-1), heads) for x in (self.lse, self.inner))
         k, v = k.flatten(0, 1), v.flatten(0, 1)
         # By the log-sum-exp over all parts: these are shares of the whole softmax.
         weights = _scores(q, k, self.q.shape[:2], tile).sub_(lse).exp_()
-        v_gradient[:, :, tile.keys] += torch.bmm(weights.mT, gradient).view_as(v_gradient[:, :, tile.keys])
-        score_gradient = torch.bmm(gradient, v.mT).sub_(inner).mul_(weights)
+        dropped_weights = weights if mask is None else weights * mask
+        v_gradient[:, :, tile.keys] += torch.bmm(dropped_weights.mT, gradient).view_as(v_gradient[:, :, tile.keys])
+        weight_gradient = torch.bmm(gradient, v.mT)
+        if mask is not None:
+            weight_gradient.mul_(mask)
+        score_gradient = weight_gradient.sub_(inner).mul_(weights)
         k_gradient[:, :, tile.keys] += torch.bmm(score_gradient.mT, q).view_as(k_gradient[:, :, tile.keys])
         q_gradient = self.q_gradient[:, :, tile.queries]
         q_gradient.add_(torch.bmm(score_gradient, k).view(q_gradient.shape), alpha=self.scale)
@@ -253,8 +278,18 @@ def _scores(q: Tensor, k: Tensor, outer: torch.Size, tile: Tile) -> Tensor:
     return scores
 
 
-def _part(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend q (B, H, R, E) over a part.
+def _mask_of_tile(dropout: AttentionDropout | None, columns: Tensor | None, tile: Tile, keys: int) -> Tensor | None:
+    """Return which weights (B K, G R, T) of a tile stay, bool. None without dropout."""
+    if dropout is None or columns is None:
+        return None
+    rows = dropout.rows[:, tile.queries].transpose(1, 2)
+    return keep_mask(_flat(rows.unsqueeze(-1), keys).squeeze(-1), columns[tile.keys], dropout.rate)
+
+
+def _part(
+    q: Tensor, k: Tensor, v: Tensor, tile: Tile, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Attend q (B, H, R, E) over a part. `mask` (B K, H / K R, T) are the weights that stay.
 
     Returns sum of exp(scores - shift) v (B, H, R, V), the log-sum-exp and the shift (B, H, R).
     """
@@ -262,6 +297,8 @@ def _part(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor, 
     shift = scores.amax(-1, keepdim=True).clamp_(min=LOWEST)
     weights = scores.sub_(shift).exp_()
     lse = weights.sum(-1, keepdim=True).log_().add_(shift)
+    if mask is not None:  # the softmax still divides by the sum of all weights
+        weights.mul_(mask)
     part = torch.bmm(weights, v.flatten(0, 1))
     return part.view(*q.shape[:3], -1), lse.view(q.shape[:3]), shift.view(q.shape[:3])
 

@@ -15,7 +15,7 @@ the device.
 Letters: B batch, S sequence, H query heads, K key heads, E and V widths; R queries and T keys of a strip.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +25,12 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.compat import torch_compile
 from meshwright.kernels.attention import blockwise
-from meshwright.kernels.attention.blockwise import AttentionDropout, RowTile, blocks, random_state, rows_of, stretches
+from meshwright.kernels.attention.blockwise import RowTile, blocks, rows_of, stretches
 from meshwright.kernels.attention.partial import fused_width, padded
 from meshwright.kernels.c import sequence_attention
 from meshwright.kernels.chooser import device_kind, simulated_kind
 from meshwright.kernels.linear.linear import needs_wide
+from meshwright.kernels.norm.dropout import AttentionDropout
 
 STRIP_QUERIES = 512
 """Queries of a strip: few enough that hidden pairs cost little, enough to fill a GPU."""
@@ -37,8 +38,6 @@ APART = 16
 """Multiple to which rows of a bias are padded."""
 SUMS = 32
 """Multiple to which rows of the log-sum-exp are padded."""
-STATE_BYTES = {"cpu": 5056, "cuda": 16}
-"""Size of a generator's state, by kind of device."""
 
 
 class AttentionForm(NamedTuple):
@@ -61,8 +60,10 @@ class AttentionForm(NamedTuple):
     flash: fused, by documents or stretches, on a GPU by borders; flash-4: the same by FlashAttention 4; strips:
     `query_strips`; blocks: blockwise.py; loops: c/sequence_attention.py.
     """
-    dropout: float = 0.0
-    """Rate for the weights. Not supported by strips, flash-4 and a CPU's flash kernel."""
+    rate: float = 0.0
+    """Rate of dropout of the weights, by blocks alone."""
+    rows: Tensor | None = None
+    """Keys of queries and heads (B, S, H) for dropout, int32. None = no dropout."""
 
 
 def borders_of(documents: Tensor, number: int) -> Tensor:
@@ -81,8 +82,7 @@ def borders_of(documents: Tensor, number: int) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
     """Attend q (B, S, H, E) over k (B, S, K, E) and v (B, S, K, V). Returns (B, S, H, V)."""
     if torch.compiler.is_compiling():
-        operator = varlen_dropout if form.dropout else varlen_attention
-        compiled: Tensor = operator(q, k, v, *form)[0]
+        compiled: Tensor = varlen_attention(q, k, v, *form)[0]
         return compiled
     out: Tensor = _Varlen.apply(q, k, v, form)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return out
@@ -91,9 +91,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
 class _Varlen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
-        out, lse, random = _forward(q, k, v, form)
+        out, lse = _forward(q, k, v, form)
         ctx.save_for_backward(q, k, v, *((None, None) if form.way == "blocks" else (out, lse)))
-        ctx.form, ctx.random = form, random
+        ctx.form = form
         return out
 
     @staticmethod
@@ -103,34 +103,32 @@ class _Varlen(torch.autograd.Function):
         # A second derivative is wanted, which torch can take of blocks.
         if form.way == "loops" and torch.is_grad_enabled():
             form = form._replace(way="blocks")
-        return *_backward(gradient, q, k, v, out, lse, ctx.random, form), None
+        return *_backward(gradient, q, k, v, out, lse, form), None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result, its log-sum-exp, and the random state with which dropout began.
+def _forward(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tensor, Tensor]:
+    """Return the result and its log-sum-exp.
 
-    The log-sum-exp has the kernel's layout: (B, H, S), for a GPU's flash kernel (H, B S), empty for blocks.
+    That has the kernel's layout: (B, H, S), for a GPU's flash kernel (H, B S), empty for blocks.
     """
     if form.way == "blocks":
-        random = random_state(q.device) if form.dropout else _no_state(q)
-        return blockwise.forward(q, k, v, *_block_arguments(q, form, None)), q.new_empty(0), random
+        return blockwise.forward(q, k, v, *_block_arguments(q, form)), q.new_empty(0)
     if form.way == "strips":
-        return *strips_forward(q, k, v, form.documents, **_strip_options(form, q)), _no_state(q)
+        return strips_forward(q, k, v, form.documents, **_strip_options(form, q))
     if form.way == "loops":
         rows = rows_of(form.documents, q)
-        return *sequence_attention.attend(q, k, v, rows, window=form.window, scale=form.scale), _no_state(q)
+        return sequence_attention.attend(q, k, v, rows, window=form.window, scale=form.scale)
     if device_kind(q) != "cpu":
         return _forward_by_borders(q, k, v, form)
-    return *_forward_by_stretches(q, k, v, form), _no_state(q)
+    return _forward_by_stretches(q, k, v, form)
 
 
 def _backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, random: Tensor,
-    form: AttentionForm,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, form: AttentionForm
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     if form.way == "blocks":
-        return blockwise.backward(gradient, q, k, v, *_block_arguments(q, form, random))
+        return blockwise.backward(gradient, q, k, v, *_block_arguments(q, form))
     assert out is not None and lse is not None
     if form.way == "strips":
         return strips_backward(gradient, q, k, v, out, lse, form.documents, **_strip_options(form, q))
@@ -138,20 +136,13 @@ def _backward(
         rows = rows_of(form.documents, q)
         return sequence_attention.gradients(gradient, q, k, v, out, lse, rows, window=form.window, scale=form.scale)
     if device_kind(q) != "cpu":
-        return _backward_by_borders(gradient, q, k, v, out, lse, random, form)
+        return _backward_by_borders(gradient, q, k, v, out, lse, form)
     return _backward_by_stretches(gradient, q, k, v, out, lse, form)
 
 
-def _no_state(q: Tensor) -> Tensor:
-    """Return an empty random state."""
-    return q.new_empty(0, dtype=torch.int64)
-
-
-def _block_arguments(
-    q: Tensor, form: AttentionForm, state: Tensor | None
-) -> tuple[Iterator[RowTile], int, float, AttentionDropout | None]:
+def _block_arguments(q: Tensor, form: AttentionForm) -> tuple[Iterator[RowTile], int, float, AttentionDropout | None]:
     """Return the arguments of the blockwise form after its tensors."""
-    dropout = AttentionDropout(form.dropout, state, q.device) if form.dropout else None
+    dropout = None if form.rows is None else AttentionDropout(form.rate, form.rows)
     return blocks(rows_of(form.documents, q), form.window, q), form.window, form.scale, dropout
 
 
@@ -231,33 +222,23 @@ def _bias(tile: RowTile, window: int, like: Tensor) -> Tensor | None:
     return like.new_zeros(()).where(~tile.hidden(window, like.device), float("-inf"))
 
 
-def _forward_by_borders(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tensor, Tensor, Tensor]:
-    queries, keys, values = _packed(form, q, v, (q, k, v))
-    rows, random = (_borders(form, q), _longest(form, q)), _no_state(q)
+def _forward_by_borders(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tensor, Tensor]:
+    attend: Callable[..., tuple[Tensor, Tensor]] = compat.varlen_attention
     if form.way == "flash-4":
-        out, lse = compat.flash_4_attention(queries, keys, values, *rows, window=form.window, scale=form.scale)
-    else:
-        out, lse, random = compat.varlen_attention(queries, keys, values, *rows, **_flash_options(form))
-    rows_out = out[..., : v.shape[-1]].contiguous().unflatten(0, q.shape[:2])
-    return rows_out, lse, random if form.dropout else _no_state(q)
-
-
-def _flash_options(form: AttentionForm) -> dict[str, Any]:
-    """Return the options of a GPU's flash kernel."""
-    return {"window": form.window, "scale": form.scale, "dropout": form.dropout}
+        attend = compat.flash_4_attention
+    packed, rows = _packed(form, q, v, (q, k, v)), (_borders(form, q), _longest(form, q))
+    out, lse = attend(*packed, *rows, window=form.window, scale=form.scale)
+    return out[..., : v.shape[-1]].contiguous().unflatten(0, q.shape[:2]), lse
 
 
 def _backward_by_borders(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, random: Tensor, form: AttentionForm
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: AttentionForm
 ) -> tuple[Tensor, Tensor, Tensor]:
-    incoming, queries, keys, values, outcome = _packed(form, q, v, (gradient, q, k, v, out))
-    tensors, rows = (incoming, queries, keys, values, outcome, lse), (_borders(form, q), _longest(form, q))
+    differentiate: Callable[..., tuple[Tensor, Tensor, Tensor]] = compat.varlen_attention_backward
     if form.way == "flash-4":
-        gradients = compat.flash_4_attention_backward(*tensors, *rows, window=form.window, scale=form.scale)
-    else:
-        gradients = compat.varlen_attention_backward(
-            *tensors, *rows, **_flash_options(form), random=random if form.dropout else None
-        )
+        differentiate = compat.flash_4_attention_backward
+    packed, rows = _packed(form, q, v, (gradient, q, k, v, out)), (_borders(form, q), _longest(form, q))
+    gradients = differentiate(*packed, lse, *rows, window=form.window, scale=form.scale)
     of_q, of_k, of_v = (
         x[..., : like.shape[3]].unflatten(0, q.shape[:2]) for x, like in zip(gradients, (q, k, v), strict=True)
     )
@@ -364,69 +345,60 @@ def _strip_bias(tile: RowTile, documents: Tensor | None, window: int, like: Tens
     return bias[:, None].expand(like.shape[0], like.shape[2], -1, -1)
 
 
-def _operator_forward(
+@torch.library.custom_op("meshwright::varlen_attention", mutates_args=())
+def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, borders: Tensor | None, longest: Tensor | None,
-    window: int, scale: float, way: str, dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Attend as one operator of compiled code. Also returns the log-sum-exp, and the state of dropout."""
-    out, lse, random = _forward(q, k, v, AttentionForm(documents, borders, longest, window, scale, way, dropout))
-    return out.contiguous(), lse.contiguous(), random
+    window: int, scale: float, way: str, rate: float, rows: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend as one operator of compiled code. Also returns the log-sum-exp."""
+    out, lse = _forward(q, k, v, AttentionForm(documents, borders, longest, window, scale, way, rate, rows))
+    return out.contiguous(), lse.contiguous()
 
 
-def _operator_shapes(
+@varlen_attention.register_fake
+def _(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, borders: Tensor | None, longest: Tensor | None,
-    window: int, scale: float, way: str, dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    window: int, scale: float, way: str, rate: float, rows: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, length, heads = q.shape[:3]
     if way == "blocks":
-        state = torch.empty(STATE_BYTES[q.device.type], dtype=torch.uint8, device="cpu") if dropout else _no_state(q)
-        return _output_like(q, v), q.new_empty(0), state
+        return _output_like(q, v), q.new_empty(0)
     size: tuple[int, ...] = (batch, heads, length) if q.device.type == "cpu" else (heads, batch * length)
     if way == "strips":
         size = (batch, heads, -(-length // SUMS) * SUMS)
-    random = q.new_empty(2, dtype=torch.uint64) if dropout else _no_state(q)
-    return _output_like(q, v), q.new_empty(size, dtype=torch.float32), random
-
-
-varlen_attention = torch.library.custom_op("meshwright::varlen_attention", _operator_forward, mutates_args=())
-varlen_dropout = torch.library.custom_op(
-    "meshwright::varlen_dropout", _operator_forward, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
-)
-"""Same operator with dropout: compiled code that recomputes it starts from the same random state."""
+    return _output_like(q, v), q.new_empty(size, dtype=torch.float32)
 
 
 @torch.library.custom_op("meshwright::varlen_attention_backward", mutates_args=())
 def varlen_attention_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, random: Tensor,
-    documents: Tensor | None, borders: Tensor | None, longest: Tensor | None, window: int, scale: float,
-    way: str, dropout: float,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None,
+    documents: Tensor | None, borders: Tensor | None, longest: Tensor | None, rows: Tensor | None, window: int,
+    scale: float, way: str, rate: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v."""
-    form = AttentionForm(documents, borders, longest, window, scale, way, dropout)
-    of_q, of_k, of_v = _backward(gradient, q, k, v, out, lse, random, form)
+    form = AttentionForm(documents, borders, longest, window, scale, way, rate, rows)
+    of_q, of_k, of_v = _backward(gradient, q, k, v, out, lse, form)
     return of_q.contiguous(), of_k.contiguous(), of_v.contiguous()
 
 
 @varlen_attention_backward.register_fake
 def _(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, random: Tensor,
-    documents: Tensor | None, borders: Tensor | None, longest: Tensor | None, window: int, scale: float,
-    way: str, dropout: float,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None,
+    documents: Tensor | None, borders: Tensor | None, longest: Tensor | None, rows: Tensor | None, window: int,
+    scale: float, way: str, rate: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, documents, borders, longest, *ctx.options = inputs
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, documents, borders, longest, *ctx.options, rows = inputs
     # Blocks recompute the weights, so they need neither the result nor its log-sum-exp.
-    saved = (None, None) if ctx.options[2] == "blocks" else output[:2]
-    ctx.save_for_backward(q, k, v, *saved, output[2], documents, borders, longest)
+    saved = (None, None) if ctx.options[2] == "blocks" else output
+    ctx.save_for_backward(q, k, v, *saved, documents, borders, longest, rows)
 
 
 def _operator_backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    return *varlen_attention_backward(gradient, *ctx.saved_tensors, *ctx.options), *(None,) * 7
+    return *varlen_attention_backward(gradient, *ctx.saved_tensors, *ctx.options), *(None,) * 8
 
 
-for _operator in (varlen_attention, varlen_dropout):
-    _operator.register_fake(_operator_shapes)
-    _operator.register_autograd(_operator_backward, setup_context=_save_for_backward)
+varlen_attention.register_autograd(_operator_backward, setup_context=_save_for_backward)

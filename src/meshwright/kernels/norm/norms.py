@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), LayerNorm (Ba et al. 2016, arXiv:1607.06450), and dropout."""
+"""RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) and LayerNorm (Ba et al. 2016, arXiv:1607.06450)."""
 
 from typing import Any
 
@@ -163,12 +163,3 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, prefer: str 
 
 def _too_wide(x: Tensor, most: int = WIDEST) -> str:
     return f"rows longer than {most}" if x.shape[-1] > most else ""
-
-
-def dropout(x: Tensor, rate: float, training: bool = True) -> Tensor:
-    """Drop a share of the elements of x while training, and divide the others by the rest (Srivastava et al. 2014).
-
-    The backward pass needs a mask of one byte per element on every device. `F.dropout` saves numbers of x's dtype on a
-    CPU, and so does a dry run of it.
-    """
-    return torch.native_dropout(x, rate, True)[0] if training and rate else x

@@ -31,12 +31,13 @@ from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.spec.model.shape import NO_TARGETS, SAME_BASE, LoRAShape, ModelShape, MoEShape
 from meshwright.spec.recipe.recipe import CROSS_ENTROPY, DISTILL, NO_SCHEME, Recipe
 from meshwright.spec.rules.legal import teacher_layout
+from meshwright.spec.rules.passes import draws_dropout
 from meshwright.spec.weights.boxes import Box
 from meshwright.training.objectives.objectives import Distillation
 from meshwright.training.objectives.teacher import lay_out, place_beside
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.optimizer.precision import DTYPES, LossScaler
-from meshwright.training.step.batches import Batch, Share, select, split, to_device
+from meshwright.training.step.batches import Batch, Share, select, split, to_device, with_token_keys
 from meshwright.training.step.step import CROSS_ENTROPY as TEXT_OBJECTIVE
 from meshwright.training.step.step import Objective, train_step
 
@@ -176,6 +177,7 @@ class Case:
     master_weights: Literal["fp32", "none"] = "fp32"
     products: str = SAME
     fake_quantize: str = NO_SCHEME
+    dropout: float = 0.0
     steps: int = 2
     seed: int = 0
     balance_loss: float = 0.01
@@ -205,7 +207,7 @@ class Case:
     @property
     def recipe(self) -> Recipe:
         """Objective and optimizer settings. Raises PlanError."""
-        keys = ("precision", "products", "optimizer", "optimizer_states", "master_weights", "fake_quantize")
+        keys = ("precision", "products", "optimizer", "optimizer_states", "master_weights", "fake_quantize", "dropout")
         words: dict[str, Any] = {key: getattr(self, key) for key in keys}
         words["objective"] = DISTILL if self.teacher else CROSS_ENTROPY
         return replace(RECIPE, **words)
@@ -281,7 +283,10 @@ def case_batch(case: Case, step: int) -> Batch:
         columns = torch.arange(case.sequence).expand(size)
         begins = torch.where(starts, columns, 0).cummax(1).values
         positions = columns - begins
-    return select(Batch(tokens=tokens, targets=targets, documents=documents, positions=positions))
+    batch = Batch(tokens=tokens, targets=targets, documents=documents, positions=positions)
+    if draws_dropout(case.shape, case.recipe):
+        batch = with_token_keys(batch, case.seed, step * sequences)
+    return select(batch)
 
 
 def outcome(
@@ -298,6 +303,7 @@ def outcome(
         reduce_dtype=torch.float32,
         micro_batches=max(layout.micro_batches(case.sequences(step)) for step in range(1, case.steps + 1)),
         seed=case.seed,
+        dropout=case.dropout,
         products=case.products,
         masters=shards_are_masters(case.precision, layout, case.recipe.storage),
     )

@@ -243,13 +243,14 @@ class Arriving:
     """Sizes and orders of the rows that arrive at this rank, by piece.
 
     `counts_on_host` and `counts` (pieces, X/ep/pieces): rows for each local expert, on the host and on the device.
-    `sortings`: how each piece is sorted.
+    `sortings`: how each piece is sorted. `keys`: those of its sorted rows, for the dropout of adapters.
     """
 
     way: Way
     counts_on_host: list[list[int]]
     counts: Tensor
     sortings: list[Sorting]
+    keys: list[Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +280,10 @@ class ExpertParallel:
         places = torch.arange(self.moe.experts, device=choices.device).view(pieces, self.group.size, -1)
         return places.transpose(0, 1).flatten()[choices]
 
-    def send(self, experts: Experts, rows: Tensor, counts: Tensor) -> tuple[tuple[Tensor, ...], Arriving]:
-        """Send rows (N k, D) in that order. `counts` (X,): rows of each expert."""
+    def send(
+        self, experts: Experts, rows: Tensor, counts: Tensor, keys: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], Arriving]:
+        """Send rows (N k, D) in that order. `counts` (X,): rows of each expert. `keys` (N k,): of rows, for dropout."""
         size, pieces = self.group.size, self.pieces(len(rows))
         runs = [len(counts) // size] * size
         # Counts go ahead of the rows: a rank must know how much it will receive.
@@ -297,13 +300,15 @@ class ExpertParallel:
         )
         # (rank, piece, expert) -> (piece, rank, expert).
         by_piece = arriving.view(size, pieces, -1).transpose(0, 1).contiguous()
+        sortings = _make_sortings(by_piece, [sum(runs) for runs in way.route.received])
         return depart(rows, way), Arriving(
             way=way,
             counts_on_host=[
                 [sum(runs) for runs in zip(*ranks, strict=True)] for ranks in _regroup(arriving_counts, size, pieces)
             ],
             counts=by_piece.sum(1),
-            sortings=_make_sortings(by_piece, [sum(runs) for runs in way.route.received]),
+            sortings=sortings,
+            keys=_send_keys(keys, way.route, sortings),
         )
 
     def compute(self, experts: Experts, tokens: tuple[Tensor, ...], arriving: Arriving) -> tuple[list[Tensor], Way]:
@@ -314,8 +319,26 @@ class ExpertParallel:
             by_expert: Counts = arriving.counts_on_host[piece]
             if isinstance(stacks[0].matrices, Tensor) and groups_on_device(rows, stacks[0].matrices):
                 by_expert = arriving.counts[piece]
-            leaving.append(turn(experts.feed_forward(rows, by_expert, stacks), back, piece, arriving.sortings[piece]))
+            leaving.append(
+                turn(
+                    experts.feed_forward(rows, by_expert, stacks, arriving.keys[piece]),
+                    back,
+                    piece,
+                    arriving.sortings[piece],
+                )
+            )
         return leaving, back
+
+
+def _send_keys(keys: Tensor | None, route: Route, sortings: list[Sorting]) -> list[Tensor | None]:
+    """Send the keys of rows (N k,) the way of the rows, and sort those of each piece like its rows."""
+    if keys is None:
+        return [None] * len(sortings)
+    leaving = keys.split([sum(runs) for runs in route.sent])
+    return [
+        _pick(route.group.all_to_all(part, sent, received), sorting.order)
+        for part, sent, received, sorting in zip(leaving, route.sent, route.received, sortings, strict=True)
+    ]
 
 
 def _regroup(counts: list[int], ranks: int, pieces: int) -> list[list[list[int]]]:

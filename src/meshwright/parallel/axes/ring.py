@@ -25,6 +25,7 @@ from meshwright.kernels.attention.attend import Mask
 from meshwright.kernels.attention.blockwise import STRETCH
 from meshwright.kernels.attention.partial import PartialAttention, PartialGradients, Tile, can_fuse
 from meshwright.kernels.chooser import device_kind
+from meshwright.kernels.norm.dropout import AttentionDropout, column_keys
 from meshwright.parallel.axes.context import ContextMask, Places, join_parts, places, take_at
 from meshwright.parallel.groups.group import Group, find_group
 from meshwright.spec.errors import IllegalLayout
@@ -164,27 +165,38 @@ class _Shared:
     scale: float
     group: Group
     route: type[_Ring] | type[_Gather]
+    dropout: AttentionDropout | None = None
+
+    def fuses(self, q: Tensor, k: Tensor) -> bool:
+        """Return whether a fused kernel runs: none has these masks of dropout."""
+        return self.dropout is None and can_fuse(q, k)
+
+    def columns(self, keys: Places, device: torch.device) -> Tensor | None:
+        """Return the keys (T,) of a part's positions for dropout."""
+        if self.dropout is None:
+            return None
+        return column_keys(keys.positions(0, len(keys.starts) * keys.length, device))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output (B, S/c, H, V) and the log-sum-exp (B, H, S/c)."""
-        fused = can_fuse(q, k)
-        attention = PartialAttention(q, v.shape[-1], scale=self.scale, fused=fused)
+        fused = self.fuses(q, k)
+        attention = PartialAttention(q, v.shape[-1], scale=self.scale, fused=fused, dropout=self.dropout)
         for part, at in self.route(self.group, self.mask, _pack(k, v)).parts():
-            attention.add(part.keys, part.values, _tiles(self.mask, at, q, fused))
+            attention.add(part.keys, part.values, _tiles(self.mask, at, q, fused), self.columns(at, q.device))
         return attention.result()
 
     def gradients(
         self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v."""
-        fused = can_fuse(q, k)
-        gradients = PartialGradients(q, out, lse, gradient, scale=self.scale, fused=fused)
+        fused = self.fuses(q, k)
+        gradients = PartialGradients(q, out, lse, gradient, scale=self.scale, fused=fused, dropout=self.dropout)
         # The keys travel a second time: keeping them since the forward pass would hold those of all ranks.
         route = self.route(self.group, self.mask, _pack(k, v))
         for part, at in route.parts():
             sums = part.zeros()
             tiles = _tiles(self.mask, at, q, fused)
-            gradients.add(part.keys, part.values, tiles, sums.keys, sums.values)
+            gradients.add(part.keys, part.values, tiles, sums.keys, sums.values, self.columns(at, q.device))
             route.give_back(sums)
         home = route.returned()
         k_gradient, v_gradient = home.keys.transpose(1, 2).to(k.dtype), home.values.transpose(1, 2).to(v.dtype)
@@ -213,16 +225,16 @@ ROUTES: dict[str, type[_Ring] | type[_Gather]] = {"ring": _Ring, "all-gather": _
 @torch.library.custom_op("meshwright::context_attention", mutates_args=())
 def context_attention(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None,
-    window: int, split: str, scale: float, group: int, route: str,
+    window: int, split: str, scale: float, group: int, route: str, rate: float, rows: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute attend and its log-sum-exp, as one operator of compiled code."""
-    return _shared(q, bounds, window, split, scale, group, route).attend(q, k, v)
+    return _shared(q, bounds, window, split, scale, group, route, rate, rows).attend(q, k, v)
 
 
 @context_attention.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None,
-    window: int, split: str, scale: float, group: int, route: str,
+    window: int, split: str, scale: float, group: int, route: str, rate: float, rows: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
     return q.new_empty(*q.shape[:-1], v.shape[-1]), lse
@@ -231,10 +243,11 @@ def _(
 @torch.library.custom_op("meshwright::context_attention_backward", mutates_args=())
 def context_attention_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    bounds: Tensor | None, window: int, split: str, scale: float, group: int, route: str,
+    bounds: Tensor | None, rows: Tensor | None, window: int, split: str, scale: float, group: int, route: str,
+    rate: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v, each (B, heads, S/c, width), contiguous."""
-    shared = _shared(q, bounds, window, split, scale, group, route)
+    shared = _shared(q, bounds, window, split, scale, group, route, rate, rows)
     gradients = shared.gradients(gradient, q, k, v, out, lse)
     q_gradient, k_gradient, v_gradient = (gradient.transpose(1, 2).contiguous() for gradient in gradients)
     # Outputs of an operator must not share memory.
@@ -245,7 +258,8 @@ def context_attention_backward(
 @context_attention_backward.register_fake
 def _(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    bounds: Tensor | None, window: int, split: str, scale: float, group: int, route: str,
+    bounds: Tensor | None, rows: Tensor | None, window: int, split: str, scale: float, group: int, route: str,
+    rate: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q_gradient, k_gradient, v_gradient = (x.new_empty(x.transpose(1, 2).shape) for x in (q, k, v))
     return q_gradient, k_gradient, v_gradient
@@ -253,22 +267,23 @@ def _(
 
 def _shared(
     q: Tensor, bounds: Tensor | None, window: int, split: str, scale: float, group: int,
-    route: str,
+    route: str, rate: float, rows: Tensor | None,
 ) -> _Shared:  # fmt: skip
     ranks = find_group(group)
     queries = places(q.shape[1] * ranks.size, ranks.size, ranks.index, split)
     mask = ContextMask.make(ranks, queries, split, q.device, bounds, window)
-    return _Shared(mask=mask, scale=scale, group=ranks, route=ROUTES[route])
+    dropout = None if rows is None else AttentionDropout(rate, rows)
+    return _Shared(mask=mask, scale=scale, group=ranks, route=ROUTES[route], dropout=dropout)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bounds, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, bounds)
+    q, k, v, bounds, *ctx.options, rows = inputs
+    ctx.save_for_backward(q, k, v, *output, bounds, rows)
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     gradients = context_attention_backward(gradient, *ctx.saved_tensors, *ctx.options)
-    return *(part.transpose(1, 2) for part in gradients), *(None,) * 6
+    return *(part.transpose(1, 2) for part in gradients), *(None,) * 8
 
 
 context_attention.register_autograd(_backward, setup_context=_setup)
@@ -277,12 +292,9 @@ context_attention.register_autograd(_backward, setup_context=_setup)
 def context_attend(group: Group, route: str) -> Attend:
     """Return attention of this rank's queries over all ranks' keys, by one of ROUTES: a collective in both passes."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
-        if dropout:
-            raise IllegalLayout(
-                f"recipe.dropout={dropout} of attention weights cannot be repeated over layout.cp={group.size} ranks: "
-                "take recipe.dropout=0 or layout.cp=1"
-            )
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: AttentionDropout | None = None
+    ) -> Tensor:
         if not isinstance(mask, ContextMask):
             raise IllegalLayout(
                 f"attention over layout.cp={group.size} ranks got a mask for one device: install "
@@ -290,10 +302,10 @@ def context_attend(group: Group, route: str) -> Attend:
             )
         if torch.compiler.is_compiling():
             # An operator takes tensors and plain numbers, so the mask and the group go in pieces.
-            options = mask.window, mask.split, scale, group.number, route
+            options = mask.window, mask.split, scale, group.number, route, *(dropout or (0.0, None))
             traced: Tensor = context_attention(q, k, v, mask.bounds, *options)[0]
             return traced
-        shared = _Shared(mask=mask, scale=scale, group=group, route=ROUTES[route])
+        shared = _Shared(mask=mask, scale=scale, group=group, route=ROUTES[route], dropout=dropout)
         out: Tensor = _ContextAttention.apply(q, k, v, shared)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return out
 

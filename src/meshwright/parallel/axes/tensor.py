@@ -62,7 +62,7 @@ from meshwright.kernels.loss.cross_entropy import Vocabulary, linear_cross_entro
 from meshwright.kernels.loss.linear_divergence import linear_divergence, linear_top
 from meshwright.model import Transformer
 from meshwright.model.layers import Linear
-from meshwright.model.low_rank import LoRA
+from meshwright.model.low_rank import ExpertLoRA, LoRA
 from meshwright.parallel.axes.sequence import SEQUENCE, Gathering, Scattering, SequenceSlices, gather, resize, scatter
 from meshwright.parallel.groups.group import Group, Pending, find_group
 from meshwright.spec.weights.boxes import share
@@ -479,8 +479,13 @@ def apply_tensor_parallel(model: Transformer, slices: SequenceSlices, *, own_tok
             module.adds_bias = group.index == 0
             if isinstance(module.lora, LoRA):
                 module.lora.over_inputs = partial(_sum_over, group=group)
+                module.lora.first_input = share(module.in_features, group.size, group.index)[0]
+        elif isinstance(module, ExpertLoRA) and name.endswith("down_lora") and not own_tokens_in_experts:
+            assert model.shape.moe is not None
+            module.first_input = share(model.shape.moe.ffn, group.size, group.index)[0]
     # Embedding and head are split by vocabulary: no rank ever has all rows or all logits.
     first, number = share(model.shape.vocab, group.size, group.index)
+    seams.tp_index = group.index
     seams.look_up = partial(_look_up, first=first, number=number, slices=slices)
     if slices.sp:
         seams.positions = slices.mine

@@ -13,7 +13,7 @@ from meshwright.kernels.linear.weight_gradients import splits, traced
 from meshwright.model.attention import AttentionMetadata, Past
 from meshwright.model.feed_forward import MoE, RoutedTokens, begin, finish
 from meshwright.model.seams import BlockCall, compute
-from meshwright.model.transformer import Block
+from meshwright.model.transformer import MLP_SITE, Block
 from meshwright.parallel.blocks.recompute import block_call
 from meshwright.parallel.groups.group import Group, gather_objects
 from meshwright.spec.errors import PlanError
@@ -127,7 +127,7 @@ def _around_experts() -> BlockCall:
     ) -> tuple[Tensor, Tensor | None]:
         x, routed, rows = before(block, x, metadata)
         received, shared = cast(MoE, block.mlp).visit(routed, rows, halves)
-        output: tuple[Tensor, Tensor | None] = behind(block, x, routed, received, shared, metadata.padding)
+        output: tuple[Tensor, Tensor | None] = behind(block, x, routed, received, shared, metadata)
         return output
 
     return run
@@ -135,14 +135,15 @@ def _around_experts() -> BlockCall:
 
 def _before_experts(block: Block, x: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, RoutedTokens, list[Tensor]]:
     normed, x = block.attend(x, metadata)
-    return x, *cast(MoE, block.mlp).route(normed)
+    keys = metadata.token_keys if block.adapters_drop else None
+    return x, *cast(MoE, block.mlp).route(normed, keys)
 
 
 def _behind_experts(
-    block: Block, x: Tensor, routed: RoutedTokens, received: Tensor, shared: Tensor | None, padding: Tensor | None
+    block: Block, x: Tensor, routed: RoutedTokens, received: Tensor, shared: Tensor | None, metadata: AttentionMetadata
 ) -> tuple[Tensor, Tensor]:
-    out, balance = cast(MoE, block.mlp).join(routed, received, shared, padding)
-    return x + block.drop(out), balance
+    out, balance = cast(MoE, block.mlp).join(routed, received, shared, metadata.padding)
+    return x + block.drop(out, metadata, MLP_SITE), balance
 
 
 def _compile(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,8 +22,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.compat.fakes import storage_key
-from meshwright.kernels.attention.attend import Mask
-from meshwright.kernels.attention.blockwise import random_state
 from meshwright.kernels.linear.weight_gradients import same_split
 from meshwright.model.attention import AttentionMetadata, Past
 from meshwright.model.layers import LayerNorm, RMSNorm
@@ -78,7 +76,7 @@ ATTENTION_CORES = frozenset(
     )
     if hasattr(torch.ops.aten, name)
 ) | {
-    getattr(torch.ops.meshwright, name).default for name in ("varlen_attention", "varlen_dropout", "context_attention")
+    getattr(torch.ops.meshwright, name).default for name in ("varlen_attention", "context_attention")
 }  # fmt: skip
 """Attention in compiled code: it has no seams, and a policy sees only operators."""
 
@@ -102,8 +100,6 @@ def _call(
     if not torch.is_grad_enabled() or cache is not None:
         return inner(block, x, metadata, cache)
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
-    # Saving the generator's state costs a copy per block, so only dropout pays for it.
-    keep_random_state = block.draws and block.training
     output: tuple[Tensor, Tensor | None] = checkpoint(
         same_split(inner),
         block,
@@ -111,7 +107,7 @@ def _call(
         metadata,
         None,
         use_reentrant=False,
-        preserve_rng_state=keep_random_state,
+        preserve_rng_state=False,  # nothing in a block draws from a generator, dropout included
         **options,
     )
     return output
@@ -219,8 +215,6 @@ class _AttentionOnce:
         self.output: Tensor | None = None
         self.learns = False
         """True if the output needs a gradient."""
-        self.random: Tensor | None = None
-        """State of the generator after attention's dropout."""
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         """Run the inner call."""
@@ -232,18 +226,12 @@ class _AttentionOnce:
 
     def attend_once(self, attend: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
         """Return the attention of the first call, and keep what its backward pass needs."""
-        device, draws = arguments[0].device, bool(options.get("dropout"))
         if self.output is None:
             # The hooks of checkpoint around this call would drop what attention saves; these keep it.
             with saved_tensors_hooks(torch.Tensor.detach, same):
                 output = attend(*arguments, **options)
-            self.output, self.learns, self.random = output.detach(), output.requires_grad, None
-            if draws:
-                self.random = random_state(device)
+            self.output, self.learns = output.detach(), output.requires_grad
             return output
-        # A repetition draws nothing here, so later dropout must find the generator as attention left it the first time.
-        if self.random is not None:
-            torch.cuda.set_rng_state(self.random, device) if device.type == "cuda" else torch.set_rng_state(self.random)
         return self.output.detach().requires_grad_(self.learns)
 
 
@@ -277,11 +265,11 @@ def choose_call(blocks: Collection[nn.Module], call: BlockCall, others: BlockCal
 def recompute_attention(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap kernels.attend for the policy selective: only the inputs of the core are kept."""
 
-    def attend_again(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
-        core = partial(attend, scale=scale, dropout=dropout)
+    def attend_again(*arguments: Any, **options: Any) -> Tensor:
+        core = partial(attend, **options)
         if not torch.is_grad_enabled():
-            return core(q, k, v, mask)
-        out: Tensor = checkpoint(core, q, k, v, mask, use_reentrant=False, preserve_rng_state=dropout > 0)
+            return core(*arguments)
+        out: Tensor = checkpoint(core, *arguments, use_reentrant=False, preserve_rng_state=False)
         return out
 
     return attend_again

@@ -29,6 +29,8 @@ STREAMS = 3
 They are the gradients of the stream, of a branch and of its normed input. Where sequence parallelism shares the stream,
 they are what was gathered and what is to be scattered.
 """
+TILE_BYTES = 17
+"""Bytes per score of a tile with dropout: weights, those that stay, both gradients in fp32, and the mask."""
 PIECE = 2**26
 """Elements of a stack of experts that are rounded at a time (kernels/linear/fp8.py)."""
 
@@ -210,7 +212,7 @@ def _scores_kept(local: LocalShape, widths: HeadWidths, read: Sequence[KeptBytes
     hidden = (local.batch if local.documents else 1) * local.sequence**2 * MASK_BYTES
     yield KeptBytes("hidden pairs", hidden, 0.0, "scores")
     if local.dropout:
-        yield KeptBytes("softmax mask and dropout", scores * (4 + (MASK_BYTES if local.gpu else 4)), 0.0, "scores")
+        yield KeptBytes("softmax mask and dropout", scores * (4 + MASK_BYTES), 0.0, "scores")
 
 
 def _heads_kept(local: LocalShape, widths: HeadWidths) -> Iterator[KeptBytes]:
@@ -464,6 +466,10 @@ def _attention(local: LocalShape, widths: HeadWidths) -> float:
     queries, keys_values = local.tokens * widths.queries, local.tokens * widths.keys_values
     if local.stack.is_meshwright and local.stack.attention != "flash":
         return _plain_attention(local, widths)
+    if local.cp == 1 and local.draws_by_tile:
+        # fp32 copies of what is read, fp32 gradients, and a tile of weights with its hashes, mask and gradient.
+        rows = min(attention_core.ROWS, local.sequence) * local.batch * local.shape.heads / local.tp
+        return 4 * (3 * queries + 2 * keys_values) + TILE_BYTES * rows * local.sequence
     # Strips of fp32 attention repeat keys and values per head and hold a mask of their own.
     if local.cp == 1:
         copies = queries - keys_values / 2 if local.masked and local.shape.mla is None else 0.0

@@ -21,6 +21,8 @@ ROWS, COLUMNS = 64, 2048
 """Rows and columns of a tile of the plain form (kernels/attention/partial.py, parallel/axes/context.py)."""
 STRIP = 512
 """Queries per strip (kernels/attention/varlen.py)."""
+HASH_PASSES = 20
+"""Passes over fp32 scores that a mask of dropout takes: ten eager operations on int32 (kernels/norm/dropout.py)."""
 MERGED_BYTES = 18
 """Bytes moved per element of a partial output when it is merged: the fp32 sum read and written twice, the part read."""
 ADDED_BYTES = 10
@@ -52,6 +54,8 @@ def core(local: LocalShape, queries: float, keys_values: float, values: float) -
 
     The widths are dims of a rank's queries, of its keys and values together, of its values.
     """
+    if local.draws_by_tile:
+        return _plain(local, queries, keys_values, values)
     if local.cp > 1:
         return (
             _plain(local, queries, keys_values, values) if local.masked else _parts(local, queries, keys_values, values)
@@ -170,9 +174,10 @@ def _plain(local: LocalShape, queries: float, keys_values: float, values: float)
     scores = heads * rows * keys * 4
     tiles = max(1.0, rows / ROWS) * max(float(local.cp), keys / COLUMNS)
     weigh, mix = Product(rows, dim, keys, heads, 4.0), Product(rows, keys, _dim(local, values), heads, 4.0)
+    hashed = HASH_PASSES if local.dropout else 0
     return Core(
-        (weigh, MemoryPass(7 * scores, 12 * tiles), mix),
-        (weigh, mix, mix, weigh, weigh, MemoryPass(9 * scores, 16 * tiles)),
+        (weigh, MemoryPass((7 + hashed) * scores, (12 + hashed) * tiles), mix),
+        (weigh, mix, mix, weigh, weigh, MemoryPass((9 + hashed) * scores, (16 + hashed) * tiles)),
     )
 
 

@@ -80,8 +80,13 @@ class LocalShape:
 
         That is the case on a GPU in fp32, where no strips read them and no compiled code repeats them again.
         """
-        apart = self.cp == 1 and not self.masked and not self.lowered
+        apart = self.cp == 1 and not self.masked and not self.lowered and not self.draws_by_tile
         return apart and self.stack.is_meshwright and self.stack.attention == "flash" and self.gpu and self.width >= 4
+
+    @cached_property
+    def draws_by_tile(self) -> bool:
+        """True if dropout makes a GPU attend tile by tile in fp32 (kernels/attention/blockwise.py)."""
+        return self.stack.is_meshwright and self.dropout and self.gpu
 
     @cached_property
     def masked(self) -> bool:

@@ -282,16 +282,6 @@ def _recomputation(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterato
 
 
 def _randomness(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
-    if recipe.dropout and layout.tp * layout.cp > 1:
-        yield (
-            f"recipe.dropout={recipe.dropout} would draw other numbers with layout.tp={layout.tp} and "
-            f"layout.cp={layout.cp} than on one device: take recipe.dropout=0"
-        )
-    if shape.lora and shape.lora.dropout and layout.tp * layout.cp > 1:
-        yield (
-            f"model.lora.dropout={shape.lora.dropout} would draw other numbers with layout.tp={layout.tp} and "
-            f"layout.cp={layout.cp} than on one device: take model.lora.dropout=0"
-        )
     if recipe.noise_scale_every and layout.world > 1:
         yield (
             f"recipe.noise_scale_every={recipe.noise_scale_every} compares micro-batches on one device, and the layout "

@@ -33,6 +33,11 @@ def holds_codes(shape: ModelShape) -> bool:
     return shape.lora is not None and shape.lora.base != SAME_BASE
 
 
+def draws_dropout(shape: ModelShape, recipe: Recipe) -> bool:
+    """Return whether a training step drops elements, in the model or in adapters."""
+    return recipe.dropout > 0 or (shape.lora is not None and shape.lora.dropout > 0)
+
+
 def shares_codes(layout: Layout) -> bool:
     """Return whether data-parallel ranks shard the codes.
 
@@ -215,27 +220,18 @@ def explain_auto_off(shape: ModelShape, recipe: Recipe, layout: Layout) -> Itera
 
 
 def policies(layout: Layout) -> tuple[Recompute, ...]:
-    """Return the recompute policies under which passes of this layout can be captured, without dropout."""
+    """Return the recompute policies under which passes of this layout can be captured."""
     # graphs refuse offload by a rule of their own, so it plays no part here
     acting = {word: replace(layout, recompute=word, offload="off").acting_recompute for word in RECOMPUTE}
     return tuple(word for word, acts in acting.items() if acts not in ATTENDS_AGAIN or layout.compile == "off")
 
 
 def _random_state(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tuple[str, str]]:
-    dropout = {"recipe.dropout": recipe.dropout, "model.lora.dropout": shape.lora.dropout if shape.lora else 0.0}
-    for key, rate in dropout.items():
-        if rate and layout.acting_recompute != "none":
-            yield (
-                f"cannot reset a random state, as layout.recompute={layout.recompute} does for {key}={rate}",
-                f"layout.recompute=none or {GRAPHS_OFF}",
-            )
-            return  # one refusal of the random state is enough
-    hides = recipe.document_mask or any(shape.window_of(layer) for layer in range(shape.layers))
-    if recipe.dropout and recipe.precision == "fp32" and hides:
+    if recipe.dropout and recipe.document_mask:
         yield (
-            "cannot reset a random state, as fp32 attention over documents or windows does for "
-            f"recipe.dropout={recipe.dropout}",
-            f"recipe.dropout=0, recipe.precision=bf16 or {GRAPHS_OFF}",
+            "cannot read on the host where documents begin, as attention does with "
+            f"recipe.dropout={recipe.dropout} and recipe.document_mask=true",
+            f"recipe.dropout=0, recipe.document_mask=false or {GRAPHS_OFF}",
         )
     if layout.recompute not in policies(layout):
         yield (

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.attention.attend import DocumentSpans
+from meshwright.kernels.norm.dropout import token_keys
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 PADDING: Final = "padding"
 """Name of a bool tensor (B, S) that marks the positions which fill up a row."""
+TOKEN_KEYS: Final = "token_keys"
+"""Name of an int32 tensor (B, S) of keys for dropout, equal in every layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +269,14 @@ def to_columns(arrays: "Mapping[str, NDArray[Any]]", share: Share, device: torch
     return {name: _to_device(array[:, columns], device) for name, array in arrays.items()}
 
 
+def with_token_keys(batch: Batch, seed: int, first: int, share: Share = WHOLE) -> Batch:
+    """Return samples `first` and following of a run with their keys of dropout, cut to the columns of `share`."""
+    rows, length = batch.tokens.shape
+    columns = np.arange(length) if share.columns is None else np.array(share.columns)
+    keys = token_keys(seed, np.arange(first, first + rows), columns)
+    return replace(batch, more={**batch.more, TOKEN_KEYS: _to_device(keys, batch.tokens.device)})
+
+
 class BatchSource(Protocol):
     """Source of numbered samples.
 
@@ -301,8 +312,11 @@ class PackedRows:
 class Feed:
     """Reader that prepares the next batch in a thread, so that a step does not wait for its source."""
 
-    def __init__(self, source: BatchSource, device: torch.device, *, share: Share = WHOLE) -> None:
-        self.source, self.device, self.share = source, device, share
+    def __init__(
+        self, source: BatchSource, device: torch.device, *, share: Share = WHOLE, dropout_seed: int | None = None
+    ) -> None:
+        """Read from a source. `dropout_seed` adds keys of dropout (TOKEN_KEYS)."""
+        self.source, self.device, self.share, self.dropout_seed = source, device, share, dropout_seed
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._next: tuple[tuple[int, int], Future[Batch]] | None = None
 
@@ -310,7 +324,9 @@ class Feed:
         """Return this rank's part of samples cursor .. cursor + count - 1."""
         # Each rank reads its own rows only, so reading scales with the ranks.
         size = count // self.share.parts
-        return self.source.take(cursor + size * self.share.index, size, self.device, self.share)
+        first = cursor + size * self.share.index
+        batch = self.source.take(first, size, self.device, self.share)
+        return batch if self.dropout_seed is None else with_token_keys(batch, self.dropout_seed, first, self.share)
 
     def take(self, cursor: int, count: int, following: int = 0) -> Batch:
         """Return this rank's part of samples cursor .. cursor + count - 1.

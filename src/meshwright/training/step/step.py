@@ -14,7 +14,7 @@ from meshwright.parallel import Engine
 from meshwright.spec.errors import IllegalLayout
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.optimizer.precision import LossScaler, StepSkipper
-from meshwright.training.step.batches import PADDING, Batch, copy_into, forms, graph_form, static_copy
+from meshwright.training.step.batches import PADDING, TOKEN_KEYS, Batch, copy_into, forms, graph_form, static_copy
 
 
 class Objective(Protocol):
@@ -274,6 +274,7 @@ class MicroPass:
             documents=batch.documents,
             spans=batch.spans,
             padding=batch.more.get(PADDING),
+            keys=batch.more.get(TOKEN_KEYS),
             objective=self._objective_sum,
         )
         total = losses.cross_entropy

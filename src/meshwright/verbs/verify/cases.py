@@ -67,6 +67,8 @@ ROWS_BASE = "llm-int8"
 """Scheme whose products also round activations."""
 ROUNDED = 0.3
 """Share of cases whose matrices are rounded in every product, where possible."""
+DROPOUT = 0.3
+"""Share of cases with dropout, and of those with adapters whose adapters have it."""
 ADAPTERS = 0.25
 TEACHERS = 0.25
 MUON = 0.3
@@ -235,6 +237,7 @@ def random_case(seed: int, index: int, processes: int = 8, *, compiled: bool = F
         # Later features are drawn last: a draw in between would shift all that follow, and every seed would give
         # another case.
         settings |= draw_codes(random, settings) | draw_rounding(random, settings)
+        settings |= draw_dropout(random, settings)
         try:
             return _drop_unused(build_case(settings))
         except PlanError:
@@ -538,3 +541,13 @@ def draw_rounding(random: Random, settings: Settings) -> Settings:
         rounding |= {"ffn": unit, "mla.v_dim" if "mla.kv_rank" in settings else "head_dim": scheme.group}
         rounding |= {"moe.ffn": unit} if "moe.ffn" in settings else {}
     return rounding
+
+
+def draw_dropout(random: Random, settings: Settings) -> Settings:
+    """Draw dropout of the model, of its adapters or of both, at times."""
+    drops: Settings = {}
+    if often(random, DROPOUT):
+        drops["dropout"] = random.choice((0.1, 0.3))
+    if "lora.rank" in settings and not settings.get("lora.dora") and often(random, DROPOUT):
+        drops["lora.dropout"] = random.choice((0.1, 0.5))
+    return drops

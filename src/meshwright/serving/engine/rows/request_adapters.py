@@ -402,7 +402,7 @@ class LayerAdapters:
         """Return None: rows with adapters need more than one matrix."""
         return None
 
-    def combine(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
+    def combine(self, layer: Linear, x: Tensor, products: Sequence[Tensor], keys: Tensor | None = None) -> Tensor:
         """Add the rows' adapters to the layer's product."""
         if not self._gathers:
             return self.add(x, products[0])
