@@ -212,7 +212,9 @@ def _scores_kept(local: LocalShape, widths: HeadWidths, read: Sequence[KeptBytes
     hidden = (local.batch if local.documents else 1) * local.sequence**2 * MASK_BYTES
     yield KeptBytes("hidden pairs", hidden, 0.0, "scores")
     if local.dropout:
-        yield KeptBytes("softmax mask and dropout", scores * (4 + MASK_BYTES), 0.0, "scores")
+        # To repeat the core, the keys of its masks are kept: int32 per query and head.
+        keys = 4 * local.tokens * local.shape.heads / local.tp
+        yield KeptBytes("softmax mask and dropout", scores * (4 + MASK_BYTES), keys, "scores")
 
 
 def _heads_kept(local: LocalShape, widths: HeadWidths) -> Iterator[KeptBytes]:
