@@ -1,11 +1,12 @@
 """Masks of dropout under layouts: gathered from all ranks, they are those of one device, bit for bit.
 
-Each rank records, for every place of dropout, which elements stay, with their sample and position. The sample is known
-by its tokens and the position by what the rank reads, so a mask of other elements would be noticed.
+Each rank records, for every place of dropout, which elements stay. Their samples and positions travel in a tensor of
+the batch, which is cut as tokens are, so a mask of other elements would be noticed.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,35 +19,41 @@ from meshwright.kernels.norm.dropout import AttentionDropout, dropout, features,
 from meshwright.model import Transformer, low_rank, transformer
 from meshwright.model import attention as attention_module
 from meshwright.model.transformer import Block
+from meshwright.observe.oracle import one_device
 from meshwright.observe.oracle.one_device import Case, case_batch, outcome
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec.layout.layout import Layout
+from meshwright.training.step.batches import Batch
 from meshwright.training.step.step import MicroPass
 from meshwright.verbs.verify.cases import DrawnCase, parse_case, random_case
 from meshwright.verbs.verify.random_run import ALONE, difference
 
 Masks = dict[tuple[Any, ...], np.ndarray[Any, Any]]
-"""Elements that stay, (features or keys,) bool, by place, sample, position and first feature or head."""
+"""Elements that stay, (features or keys,) bool, by place, number of the token and first feature or head."""
 
 
 @contextmanager
 def recorded(case: Case, masks: Masks) -> Iterator[None]:
     """Record masks of forward passes inside. Recomputation draws them again, which `outcome` compares."""
-    whole = {step: case_batch(case, step).tokens for step in range(1, case.steps + 1)}
     now: dict[str, Any] = {}
 
-    def add(label: tuple[Any, ...], columns: Tensor, first: int, stays: Tensor) -> None:
-        for row, sample in enumerate(now["samples"]):
-            for index, position in enumerate(columns[row].tolist()):
-                masks[(*label, *sample, position, first)] = stays[row, index].numpy()
+    def numbered_batch(case: Case, step: int) -> Batch:
+        """The batch with the number of each token among all of the case."""
+        batch = case_batch(case, step)
+        numbers = torch.arange(batch.tokens.numel()).view(batch.tokens.shape) + 10**6 * step
+        return replace(batch, more={**batch.more, "numbers": numbers})
+
+    def add(label: tuple[Any, ...], numbers: Tensor, first: int, stays: Tensor) -> None:
+        for number, stay in zip(numbers.flatten().tolist(), stays.flatten(0, 1), strict=True):
+            masks[(*label, number, first)] = stay.numpy()
 
     def spy(x: Tensor, rate: float, rows: Tensor, site: int, first: int = 0) -> Tensor:
         out = dropout(x, rate, rows, site, first)
         if now and x.dim() == 3:
-            columns = now["columns"] if x.shape[1] == now["columns"].shape[1] else now["stream"]
+            numbers = now["numbers"] if x.shape[1] == now["numbers"].shape[1] else now["stream"]
             stays = keep_mask(mix(rows + site), features(first, x.shape[-1], x.device), rate)
             assert torch.equal(out.ne(0), stays & x.ne(0))
-            add((now["layer"], site), columns, first, stays)
+            add((now["layer"], site), numbers, first, stays)
         return out
 
     class Spy:
@@ -56,40 +63,30 @@ def recorded(case: Case, masks: Masks) -> Iterator[None]:
             if now:
                 stays = keep_mask(drops.rows, features(0, case.sequence, tokens.device), rate)
                 for head in range(heads):
-                    add((now["layer"], "weights"), now["columns"], first + head, stays[:, :, head])
+                    add((now["layer"], "weights"), now["numbers"], first + head, stays[:, :, head])
             return drops
 
     run_pass, run_block = MicroPass.__call__, Block.forward
 
     def watch_pass(self: MicroPass, model: Transformer, x: Tensor | None) -> Any:
-        tokens = self.batch.tokens
-        columns = self.batch.positions if self.batch.cut else None
-        if columns is None:
-            columns = torch.arange(tokens.shape[1]).expand(tokens.shape)
-        now.update(columns=columns, stream=model.seams.positions(columns), samples=samples(tokens, columns), layer="")
+        numbers = self.batch.more["numbers"]
+        now.update(numbers=numbers, stream=model.seams.positions(numbers), layer="")
         names.update({id(block): name for name, block in model.layers.items()})
         try:
             return run_pass(self, model, x)
         finally:
             now.clear()
 
-    def samples(tokens: Tensor, columns: Tensor) -> list[tuple[int, int]]:
-        where = [(step, number) for step, rows in whole.items() for number in range(len(rows))]
-        return [
-            next(at for at in where if torch.equal(whole[at[0]][at[1]][columns[row]], tokens[row]))
-            for row in range(len(tokens))
-        ]
-
     def watch_block(self: Block, *arguments: Any) -> Any:
         if now:
-            now["layer"] = names[id(self)]
+            now["layer"] = names.get(id(self), "of the teacher")
         return run_block(self, *arguments)
 
     names: dict[int, str] = {}
     with (
         patch.object(transformer, "dropout", spy), patch.object(low_rank, "dropout", spy),
         patch.object(attention_module, "AttentionDropout", Spy), patch.object(MicroPass, "__call__", watch_pass),
-        patch.object(Block, "forward", watch_block),
+        patch.object(Block, "forward", watch_block), patch.object(one_device, "case_batch", numbered_batch),
     ):  # fmt: skip
         yield
 
@@ -107,24 +104,24 @@ def run(drawn: list[DrawnCase]) -> list[Any]:
 def by_elements(masks: Masks) -> dict[tuple[Any, ...], bool]:
     """The same by single element, whatever part of the features a rank holds."""
     elements = {}
-    for (layer, site, *where, first), stays in masks.items():
+    for (layer, site, number, first), stays in masks.items():
         offset, head = (0, first) if site == "weights" else (first, -1)
         for feature, stay in enumerate(stays.tolist()):
-            elements[layer, site, *where, head, offset + feature] = stay
+            elements[layer, site, number, head, offset + feature] = stay
     return elements
 
 
 def assert_equal_masks(drawn: list[DrawnCase], world: int) -> None:
     ranks = on_ranks(world, run, drawn)
     for number, case in enumerate(drawn):
-        [(alone, one_device)] = run([DrawnCase(case=case.case, layout=ALONE)])
+        [(alone, outcome_alone)] = run([DrawnCase(case=case.case, layout=ALONE)])
         elements, gathered = by_elements(alone), {}
         for rank in ranks:
             mine = by_elements(rank[number][0])
             assert all(gathered.get(key, stays) == stays for key, stays in mine.items()), "ranks agree"
             gathered |= mine
         assert elements and gathered == elements, case
-        assert difference(case.case, one_device, [rank[number][1] for rank in ranks]) is None, case
+        assert difference(case.case, outcome_alone, [rank[number][1] for rank in ranks]) is None, case
 
 
 COMMON = "sequence=8 global_batch=4 hidden=8 heads=4 kv_heads=2 ffn=10 steps=1 dropout=0.3"

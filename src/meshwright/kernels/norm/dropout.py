@@ -13,17 +13,14 @@ it is plain integer arithmetic, which every device computes alike and the compil
 Letters: B batch, S sequence, H heads, R rows, C columns.
 """
 
+import hashlib
 import zlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshwright.kernels.chooser import device_kind
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 WORD = 2**32
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B
@@ -51,24 +48,13 @@ def mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-def mix_words(x: "NDArray[np.uint32]") -> "NDArray[np.uint32]":
-    """Hash uint32 numbers as `mix` does."""
-    import numpy as np
-
-    for shift, factor in ((16, FIRST), (15, SECOND)):
-        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
-    return x ^ (x >> np.uint32(16))
-
-
-def token_keys(seed: int, samples: "NDArray[np.int64]", positions: "NDArray[np.int64]") -> "NDArray[np.int32]":
-    """Return the keys (B, S) of positions (S,) in the rows of numbered samples (B,)."""
-    import numpy as np
-
+def token_keys(seed: int, samples: range, positions: Tensor) -> Tensor:
+    """Return the keys (B, S) int32 of positions (S,) in the rows of numbered samples, on the host."""
     # 64 bits of (seed, sample), so that no two samples of a run share all their keys.
-    words = [np.random.SeedSequence((seed % 2**64, int(sample))).generate_state(2, np.uint32) for sample in samples]
-    low, high = np.array(words, dtype=np.uint32).reshape(-1, 2).T[..., None]
-    places = mix_words(positions.astype(np.uint32) * np.uint32(GOLDEN) + low)
-    return mix_words(places ^ high).view(np.int32)
+    digests = [hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest() for sample in samples]
+    words = [[int.from_bytes(part, "little", signed=True) for part in (digest[:4], digest[4:])] for digest in digests]
+    low, high = torch.tensor(words, dtype=torch.int32, device="cpu").view(-1, 2, 1).unbind(1)
+    return mix(mix(column_keys(positions) + low) ^ high)
 
 
 class TokenKeys(NamedTuple):

@@ -149,7 +149,10 @@ def _to_device(array: "NDArray[Any]", device: torch.device) -> Tensor:
     """Return the array on a device without a wait of the host."""
     # torch keeps page-locked memory until the copy has ended. Ordinary memory may be read after this call returns, when
     # the array is gone.
-    tensor = torch.as_tensor(np.ascontiguousarray(array))
+    return _without_wait(torch.as_tensor(np.ascontiguousarray(array)), device)
+
+
+def _without_wait(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
@@ -272,9 +275,9 @@ def to_columns(arrays: "Mapping[str, NDArray[Any]]", share: Share, device: torch
 def with_token_keys(batch: Batch, seed: int, first: int, share: Share = WHOLE) -> Batch:
     """Return samples `first` and following of a run with their keys of dropout, cut to the columns of `share`."""
     rows, length = batch.tokens.shape
-    columns = np.arange(length) if share.columns is None else np.array(share.columns)
-    keys = token_keys(seed, np.arange(first, first + rows), columns)
-    return replace(batch, more={**batch.more, TOKEN_KEYS: _to_device(keys, batch.tokens.device)})
+    columns = torch.tensor(range(length) if share.columns is None else share.columns, device="cpu")
+    keys = token_keys(seed, range(first, first + rows), columns)
+    return replace(batch, more={**batch.more, TOKEN_KEYS: _without_wait(keys, batch.tokens.device)})
 
 
 class BatchSource(Protocol):
