@@ -27,7 +27,7 @@ def state(centre: float, width: float, temperature: float, beta: float) -> list[
     ours = (logits / temperature).log_softmax(-1)
     theirs = (torch.tensor(TEACHER, dtype=torch.float64) / temperature).log_softmax(-1)
     loss = divergence_of(ours[None], theirs[None], beta).sum() * temperature**2
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     assert logits.grad is not None
     return [rounded(ours.exp()), round(float(loss.detach()), 4), rounded(logits.grad)]
 
