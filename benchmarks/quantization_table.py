@@ -1,6 +1,7 @@
 """The lectures' table of 8-bit methods (LLM.int8(), arXiv:2208.07339, table 1) as a pattern, on a model trained here.
 
     python -m benchmarks.quantization_table [--json] [--run RUN] [--steps 800] [--scales 1,4,16,64,256] [--picture PNG]
+        [--save FOLDER]
 
 Large models have a few channels with activations many times larger than the rest. A small one has none, so they are put
 in by rescaling that changes no logit: a channel times s, a power of two, and the weights that read it divided by s.
@@ -9,14 +10,15 @@ in by rescaling that changes no logit: a channel times s, a power of two, and th
     row c of up * s                       column c of down / s
     row c of v * s                        columns of o that read it, of every query head of its group, / s
 
-Then each method rounds weights and activations of all matrices between hidden states to 8 bits, as the lecture has it.
+Then each of the paper's rows is a scheme of `meshwright quantize`. Matrices are those that the verb writes, products
+those that `eval`, `generate` and `serve` run.
 """
 
 import argparse
 import copy
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,15 +30,14 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.compress.layer_inputs import column_peaks, outlier_columns
 from meshwright.compress.quality import compare
+from meshwright.formats.hub.directory import export_folder
 from meshwright.interface.trained.trained_model import TrainedModel
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.quantize import quantize_matrix
-from meshwright.kernels.quantized.rounding import Quantized, Share, absmax, product, zero_point
 from meshwright.model import Transformer
 from meshwright.model.layers import Linear, Matrix
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
-from meshwright.training.step.batches import Batch
 
 TRAINING = [
     "model.layers=4", "model.hidden=128", "model.heads=4", "model.kv_heads=2", "model.ffn=352",
@@ -46,38 +47,22 @@ TRAINING = [
 CHANNELS = 2
 """With outliers, at each place that may have some."""
 LLM = "LLM.int8()"
-Round = Callable[[Tensor], Quantized]
+METHODS: Mapping[str, str] = {
+    "absmax": "int8-tensor",
+    "zero-point": "int8-zeropoint",
+    "absmax row-wise": "int8-row",
+    "absmax vector-wise": "int8",
+    "zero-point vector-wise": "int8-vector-zeropoint",
+    "row-wise + decomposition": "llm-int8-row",
+    LLM: "llm-int8",
+    f"zero-point {LLM}": "llm-int8-zeropoint",
+}
+"""Rows of the paper's table after fp32, and the scheme of each."""
 
 
 @dataclass(slots=True)
-class Rounded:
-    """A Weight (model/layers.py): the product of activations and weights that were both rounded."""
-
-    weight: Quantized
-    of_x: Round
-    adds_bias: bool = False
-
-    def read(self, x: Tensor) -> Tensor:
-        """The input."""
-        return x
-
-    def matrices(self, weight: Matrix) -> Sequence[Matrix]:
-        """None: the product is its own."""
-        return ()
-
-    def sole_matrix(self, weight: Tensor) -> Tensor | None:
-        """As Weight: never."""
-        return None
-
-    def combine(self, layer: Linear, x: Tensor, products: Sequence[Tensor], keys: Tensor | None = None) -> Tensor:
-        """x (..., in) -> (..., out)."""
-        outputs = product(self.of_x(x.reshape(-1, x.shape[-1])), self.weight)
-        return outputs.view(*x.shape[:-1], -1)
-
-
-@dataclass(slots=True)
-class Decomposed:
-    """The same with a matrix as `quantize` writes it."""
+class Codes:
+    """A Weight (model/layers.py) that is a matrix as `quantize` writes it."""
 
     matrix: QuantizedMatrix
     adds_bias: bool = False
@@ -99,19 +84,8 @@ class Decomposed:
         return products[0]
 
 
-def rounding(how: Callable[..., Quantized], share: Share) -> Round:
-    """Of a matrix to 8 bits."""
-    return lambda x: how(x, 8, share)
-
-
-METHODS: Mapping[str, tuple[Round, Round]] = {
-    "absmax": (rounding(absmax, "tensor"), rounding(absmax, "tensor")),
-    "zero-point": (rounding(zero_point, "tensor"), rounding(zero_point, "tensor")),
-    "absmax row-wise": (rounding(absmax, "row"), rounding(absmax, "tensor")),
-    "absmax vector-wise": (rounding(absmax, "row"), rounding(absmax, "row")),
-    "zero-point vector-wise": (rounding(zero_point, "row"), rounding(zero_point, "row")),
-}
-"""(of activations, of weights), in the order of the lecture."""
+ORDERED = ("absmax", "zero-point", "absmax row-wise", "absmax vector-wise", "zero-point vector-wise", LLM)
+"""Rows that fall in this order where outliers are strong."""
 
 
 def layers(model: Transformer) -> dict[str, Linear]:
@@ -154,24 +128,13 @@ def inject(model: Transformer, scale: float, seed: int = 0) -> Transformer:
     return strong
 
 
-def rounded(model: Transformer, of_x: Round, of_weight: Round) -> Transformer:
-    """A copy by one of METHODS."""
+def rounded(model: Transformer, scheme: Scheme, columns: Mapping[str, Tensor]) -> Transformer:
+    """A copy in codes of a scheme. `columns`: outlier columns of each matrix, which the scheme may not use."""
     copied = copy.deepcopy(model)
-    for layer in layers(copied).values():
-        layer.lora = Rounded(of_weight(layer.weight.detach()), of_x)
-    return copied
-
-
-def decomposed(model: Transformer, calibration: Sequence[Batch], scheme: Scheme) -> tuple[Transformer, float]:
-    """A copy by LLM.int8(), and the share of columns that stay in 16 bit."""
-    copied, columns = copy.deepcopy(model), {}
-    if scheme.outliers == "calibrated":
-        columns = outlier_columns(column_peaks(model, calibration, quantizable(model.shape)), scheme.threshold)
     for name, layer in layers(copied).items():
-        matrix = quantize_matrix(name, layer.weight, scheme, columns.get(name), torch.bfloat16)
-        layer.lora = Decomposed(matrix)
-    outliers = sum(len(indices) for indices in columns.values())
-    return copied, outliers / sum(size[-1] for size in quantizable(model.shape).values())
+        unrounded = columns.get(name) if scheme.outliers == "calibrated" else None
+        layer.lora = Codes(quantize_matrix(name, layer.weight, scheme, unrounded, torch.bfloat16))
+    return copied
 
 
 @torch.no_grad()
@@ -185,24 +148,23 @@ def table(opened: TrainedModel, scales: Sequence[float], sequences: int) -> dict
     """All rows, and what they show."""
     model, held_out = opened.model, replace(opened.held_out_rows(None, sequences + 8), at_once=8)
     calibration, *scored = list(held_out.batches(torch.device("cpu")))
-    static, dynamic = SCHEMES["llm-int8"], replace(SCHEMES["llm-int8"], outliers="threshold")
-    tokens = scored[0].tokens
+    dynamic = replace(SCHEMES["llm-int8"], outliers="threshold")
+    names, tokens = quantizable(model.shape), scored[0].tokens
     rows: dict[str, dict[str, float]] = {}
     facts: dict[str, dict[str, float]] = {}
     for scale in scales:
         strong = inject(model, scale)
         exact = compare(model, strong, scored)
-        split, share = decomposed(strong, [calibration], static)
-        perplexities = {
-            name: compare(strong, rounded(strong, *how), scored).perplexity_after for name, how in METHODS.items()
+        columns = outlier_columns(column_peaks(strong, [calibration], names), dynamic.threshold)
+        rows[f"{scale:g}"] = {"fp32": exact.perplexity_after} | {
+            row: compare(strong, rounded(strong, SCHEMES[name], columns), scored).perplexity_after
+            for row, name in METHODS.items()
         }
-        perplexities[LLM] = compare(strong, split, scored).perplexity_after
-        rows[f"{scale:g}"] = {"fp32": exact.perplexity_after, **perplexities}
         facts[f"{scale:g}"] = {
             "injection_kl": exact.kl,
-            "columns": share,
-            "neighbours_calibrated": neighbour_difference(split, tokens),
-            "neighbours_threshold": neighbour_difference(decomposed(strong, [], dynamic)[0], tokens),
+            "columns": sum(map(len, columns.values())) / sum(size[-1] for size in names.values()),
+            "neighbours_calibrated": neighbour_difference(rounded(strong, SCHEMES["llm-int8"], columns), tokens),
+            "neighbours_threshold": neighbour_difference(rounded(strong, dynamic, {}), tokens),
         }
     return {"perplexity": rows, "facts": facts, **shown(rows, facts)}
 
@@ -213,15 +175,25 @@ def shown(rows: Mapping[str, Mapping[str, float]], facts: Mapping[str, Mapping[s
         "neighbours": max(facts_of_scale["neighbours_calibrated"] for facts_of_scale in facts.values())
     }
     for scale, row in rows.items():
-        order = [row[name] for name in (*METHODS, LLM)]
-        figures[f"ordered_{scale}"] = int(all(facts_of_scale > two for facts_of_scale, two in pairwise(order)))
+        order = [row[name] for name in ORDERED]
+        figures[f"ordered_{scale}"] = int(all(worse > better for worse, better in pairwise(order)))
         figures[f"gap_{scale}"] = abs(row[LLM] / row["fp32"] - 1)
-        figures[f"worst_{scale}"] = max(order) / row["fp32"] - 1
+        figures[f"worst_{scale}"] = max(row.values()) / row["fp32"] - 1
     return figures
 
 
-COLOURS = ("#c2354f", "#d9661f", "#b0892b", "#1f5fa8", "#8a4fae", "#2a8a57")
-"""Of METHODS and LLM.int8()."""
+def save(opened: TrainedModel, scale: float, folder: Path) -> None:
+    """Write the model with outliers of a strength as a Hugging Face folder, for `meshwright quantize`."""
+    assert opened.tokenizer is not None
+    export_folder(
+        folder, model_tensors=inject(opened.model, scale).state_dict().items(), shape=opened.model.shape,
+        tokenizer=opened.tokenizer, dtype=torch.float32, chat_template=None,
+    )  # fmt: skip
+    print(f"{folder}: outliers {scale:g} times as strong; read it with `meshwright quantize {folder} ...`")
+
+
+COLOURS = ("#c2354f", "#d9661f", "#b0892b", "#1f5fa8", "#8a4fae", "#808080", "#2a8a57", "#15a0a0")
+"""Of METHODS."""
 
 
 def draw(figures: Mapping[str, Any], path: Path) -> None:
@@ -232,7 +204,7 @@ def draw(figures: Mapping[str, Any], path: Path) -> None:
     axes, rows = figure.subplots(), figures["perplexity"]
     strengths = [float(scale) for scale in rows]
     exact = next(iter(rows.values()))["fp32"]
-    for name, colour in zip((*METHODS, LLM), COLOURS, strict=True):
+    for name, colour in zip(METHODS, COLOURS, strict=True):
         lost = [max(100 * (row[name] / exact - 1), 1e-3) for row in rows.values()]
         axes.plot(strengths, lost, color=colour, marker="o", linewidth=2, label=name)
     axes.set_xscale("log", base=2)
@@ -261,12 +233,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--sequences", type=int, default=48)
     parser.add_argument("--scales", default="1,4,16,64,256")
+    parser.add_argument("--save", type=Path, help="write the model with the strongest outliers as a folder, and end")
     parser.add_argument("--picture", type=Path, help="draw the table")
     options = parser.parse_args()
     torch.set_num_threads(1)
     scales = [float(scale) for scale in options.scales.split(",")]
     with tempfile.TemporaryDirectory() as made:
         opened = mw.load(options.run) if options.run else trained(Path(made) / "run", options.steps)
+        if options.save:
+            save(opened, max(scales), options.save)
+            return
         figures = table(opened, scales, options.sequences)
     if options.picture:
         draw(figures, options.picture)

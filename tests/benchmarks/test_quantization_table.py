@@ -4,13 +4,16 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import meshwright as mw
 from benchmarks import quantization_table as table
 from benchmarks import quantized_rates as rates
+from meshwright.kernels.quantized.quantized_linear import quantized_linears
 from meshwright.model import build
+from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.verbs.main import main
 from tests.compress.test_formats import SHAPES
 from tests.compress.test_quantize import batch
@@ -34,8 +37,22 @@ def test_outliers_change_no_logit_and_make_large_activations() -> None:
 def test_methods_are_those_of_the_lecture() -> None:
     model, tokens = build(SHAPES["llama"]).eval(), batch().tokens
     exact = model(tokens)
-    errors = [float((table.rounded(model, *how)(tokens) - exact).norm()) for how in table.METHODS.values()]
-    assert errors[0] > errors[2] > errors[3] and errors[1] > errors[4] > 0
+    errors = {
+        row: float((table.rounded(model, SCHEMES[name], {})(tokens) - exact).norm())
+        for row, name in table.METHODS.items()
+    }
+    absmax, zero_point, rows, vectors, zero_vectors, *_ = errors.values()
+    assert absmax > rows > vectors and zero_point > zero_vectors > 0 and len(errors) == 8
+    # Each row is what numpy makes of one matrix, whole as the definition has it, tokens and weights in fp64.
+    name, layer = next(iter(table.layers(model).items()))
+    x = torch.randn(6, layer.weight.shape[1], generator=torch.Generator().manual_seed(0))
+    matrix = table.rounded(model, SCHEMES["int8-tensor"], {}).get_submodule(name.removesuffix(".weight")).lora.matrix
+    weight, numbers = layer.weight.detach().double().numpy(), x.double().numpy()
+    steps = float(matrix.scales[0, 0]), np.abs(numbers).max() / 127
+    codes = (np.clip(np.rint(each / step), -127, 127) for each, step in zip((weight, numbers), steps, strict=True))
+    of_weights, of_tokens = codes
+    expected = of_tokens @ of_weights.T * steps[0] * steps[1]
+    assert np.allclose(quantized_linears(x, [matrix], [None])[0].numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_benchmark_runs_at_toy_size(
@@ -48,7 +65,7 @@ def test_the_benchmark_runs_at_toy_size(
     table.main()
     document = json.loads(capsys.readouterr().out)
     assert list(document["perplexity"]) == ["1", "64"]
-    assert list(document["perplexity"]["64"]) == ["fp32", *table.METHODS, table.LLM]
+    assert list(document["perplexity"]["64"]) == ["fp32", *table.METHODS]
     assert document["neighbours"] == 0 and document["gap_64"] < 0.01 and document["worst_1"] < 0.05
     assert document["facts"]["64"]["injection_kl"] < 1e-6 and document["facts"]["64"]["columns"] > 0
     assert mw.load(tmp_path / "run").plan is not None

@@ -55,7 +55,8 @@ def document(**changed: Any) -> dict[str, Any]:
         "bytes_before": 16_000, "kl": 0.01, "kl_error": 1e-4, "kl_p99": 0.04, "top1": 0.93, "perplexity_before": 4.0,
         "perplexity_after": 4.1, "tokens": 512, "kl_quantiles": [[0.0, 0.0], [0.5, 0.01], [1.0, 0.5]], "max_kl": 0.2,
         "passed": True, "outlier_share": 0.0, "layers": layers, "skipped": [], "calibration_tokens": 0,
-        "calibration_text": "", "resumed_blocks": 0, "budget_bytes": None, "bits": {}, "note": "", **changed,
+        "calibration_text": "", "resumed_blocks": 0, "budget_bytes": None, "bits": {}, "note": "", "histograms": [],
+        **changed,
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshwright.compress.bit_budget import bits_of, choose_within, ladder
 from meshwright.compress.gguf_stream import plan_gguf, write_gguf
+from meshwright.compress.histograms import MatrixHistograms
 from meshwright.compress.layer_inputs import column_peaks, outlier_columns
 from meshwright.compress.original import open_original
 from meshwright.compress.quality import Quality, measure_groups
@@ -96,6 +97,8 @@ class QuantizeAnswer(Answer):
     """Blocks that an earlier run of the same command had finished before it was killed."""
     other_formats: tuple[str, ...] = ()
     """Formats of other software that hold the same scheme, for a folder in Meshwright's own format."""
+    histograms: tuple[MatrixHistograms, ...] = ()
+    """Weights and inputs of each matrix before and after. Empty = not requested, or quality was not measured."""
     note: str = ""
     """A note for users of the file. Empty = none."""
 
@@ -151,7 +154,7 @@ class QuantizeAnswer(Answer):
                 "layers": self.layers, "skipped": self.skipped, "calibration_tokens": self.calibration_tokens,
                 "calibration_text": self.calibration_text,
                 "resumed_blocks": self.resumed_blocks, "budget_bytes": self.budget_bytes, "bits": self.bits,
-                "note": self.note,
+                "note": self.note, "histograms": self.histograms,
             }.items()
         }  # fmt: skip
 
@@ -197,6 +200,7 @@ def quantize(
     dtype: str | None = None,
     checkpoint: str = LAST,
     quality: bool = True,
+    histograms: bool = False,
     on_block: Callable[[int, int], None] | None = None,
 ) -> QuantizeAnswer:
     """Write a run or a Hugging Face directory with fewer bits per weight, and compare both on held-out text.
@@ -224,6 +228,7 @@ def quantize(
         dtype: Dtype of unquantized weights. None = as stored.
         checkpoint: Checkpoint of the run: last, best, or a step.
         quality: Compare both models.
+        histograms: Also count weights and activations before and after, which the page draws. Needs `quality`.
         on_block: Called with the numbers of finished and of all blocks of a calibrated method.
     """
     path, target = folder_of(model), Path(out)
@@ -235,7 +240,7 @@ def quantize(
     if folder_scheme is None:
         return _quantize_to_gguf(
             path, target, scheme, data=data, sequences=sequences, max_kl=max_kl, dtype=dtype,
-            checkpoint=checkpoint, quality=quality, keep=keep,
+            checkpoint=checkpoint, quality=quality, histograms=histograms, keep=keep,
         )  # fmt: skip
     # Readers of these formats take fp16 scales only; the scheme must say so before sizes are predicted.
     if format in FP16_SCALES:
@@ -275,11 +280,12 @@ def quantize(
             folder.rounded(columns)
     # Scaled inputs differ from those of the original: such layers keep the errors of the calibration.
     same = [name for name, scheme in whole_model.schemes.items() if not scheme.scales_inputs]
-    measured, errors = (None, {}) if before is None or not quality else before.against(target, same)
+    drawn = whole_model.schemes if histograms else ()
+    measured, errors, counted = (None, {}, ()) if before is None or not quality else before.against(target, same, drawn)
     return QuantizeAnswer(
         run=target, original=path, scheme=folder_scheme.name, format=format, bytes=folder.bytes,
         predicted_bytes=predicted,
-        bytes_before=model_bytes(whole_model), quality=measured,
+        bytes_before=model_bytes(whole_model), quality=measured, histograms=tuple(counted),
         max_kl=folder_scheme.max_kl if max_kl is None else max_kl,
         layers=tuple(_record(layer, errors) for layer in folder.layers), skipped=tuple(whole_model.skipped),
         quantized_parameters=sum(prod(quantizable(original.shape)[name]) for name in whole_model.schemes),
@@ -294,7 +300,7 @@ def quantize(
 
 def _quantize_to_gguf(
     path: Path, target: Path, name: str, *, data: str | Path | None, sequences: int, max_kl: float | None,
-    dtype: str | None, checkpoint: str, quality: bool, keep: Sequence[str],
+    dtype: str | None, checkpoint: str, quality: bool, histograms: bool, keep: Sequence[str],
 ) -> QuantizeAnswer:  # fmt: skip
     gguf_scheme = GGUF_SCHEMES[name]
     original = open_original(path, checkpoint)
@@ -307,13 +313,17 @@ def _quantize_to_gguf(
     layers: list[QuantizedLayer] = []
     with report_in_one_line(target, argument("out")):
         written = write_gguf(target, original, plan, layers.append)
-    measured, errors = BeforeQuantized(path, checkpoint, text).against(target, names) if text else (None, {})
+    drawn = names if histograms else ()
+    measured, errors, counted = (
+        BeforeQuantized(path, checkpoint, text).against(target, names, drawn) if text else (None, {}, ())
+    )
     return QuantizeAnswer(
         run=target, original=path, scheme=name, format=GGUF, bytes=written, predicted_bytes=plan.bytes,
         bytes_before=model_bytes(
             QuantizedModel(shape=original.shape, schemes={}, outlier_columns={}, dtype=rest_dtype)
         ),
-        quality=measured, max_kl=gguf_scheme.max_kl if max_kl is None else max_kl, skipped=unquantized,
+        quality=measured, histograms=tuple(counted), max_kl=gguf_scheme.max_kl if max_kl is None else max_kl,
+        skipped=unquantized,
         layers=tuple(_record(layer, errors) for layer in layers), quantized_parameters=plan.coded, note=plan.note,
     )  # fmt: skip
 

@@ -113,7 +113,8 @@ def quantize(
         answer = quantize_model(
             model, scheme, out, format=format, group=group, keep=keep or (), outliers=outliers, threshold=threshold,
             zero_point=zero_point, data=data, sequences=sequences, calibration=calibration, budget=budget,
-            max_kl=max_kl, dtype=dtype, checkpoint=checkpoint, quality=quality, on_block=on_block,
+            max_kl=max_kl, dtype=dtype, checkpoint=checkpoint, quality=quality, histograms=html is not None,
+            on_block=on_block,
         )  # fmt: skip
     if json:
         print_json(answer.to_dict())

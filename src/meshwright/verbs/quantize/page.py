@@ -40,6 +40,7 @@ def page(document: Mapping[str, Any]) -> str:
         *([section("How far predictions moved", _divergence(document))] if document["kl_quantiles"] else ()),
         section("Where the error is", _error_map(layers)),
         section("What moved most", _blamed(layers)),
+        *([section("Numbers before and after", _histograms(document["histograms"]))] if document["histograms"] else ()),
         section(f"All {many(len(layers), 'matrix', 'matrices')}", _table(layers)),
         section("How it was made", _provenance(document)),
         "</main>",
@@ -274,6 +275,101 @@ def _blamed(layers: Sequence[Row]) -> str:
         "and y' what the quantized one makes of the same inputs.</p>"
     )
     return _picture(24 * len(worst_layers) + 4, parts, "matrices whose outputs moved most") + legend
+
+
+def _histograms(matrices: Sequence[Row]) -> str:
+    """Draw weights and inputs of each matrix, and the largest input of each column; a block opens by itself."""
+    blocks: dict[str, list[Row]] = {}
+    for matrix in matrices:
+        match = re.match(r"layers\.(\d+)\.", matrix["name"])
+        blocks.setdefault(f"block {match[1]}" if match else matrix["name"], []).append(matrix)
+    strongest = max(blocks, key=lambda block: max(_strength(matrix) for matrix in blocks[block]))
+    parts = []
+    for block, members in blocks.items():
+        outliers = sum(len(matrix["outliers"]) for matrix in members)
+        summary = f"{block}: {many(outliers, 'outlier column', 'outlier columns')}"
+        pictures = "".join(map(_matrix_histograms, members))
+        opened = " open" if block == strongest else ""
+        parts.append(f"<details{opened}><summary>{escape(summary)}</summary>{pictures}</details>")
+    legend = (
+        "<div class='legend'><span><i class='chip before'></i>before</span><span><i class='chip after-line'></i>after "
+        "rounding</span><span><i class='chip outlier'></i>outlier column</span></div><p class='small'>Heights of "
+        "histograms are logarithms of counts. Inputs are those of one batch of the text. A column is an outlier if it "
+        "stays in 16 bits, else if its largest input is 6 times that of the median column. The block with the "
+        "strongest column is open.</p>"
+    )
+    return legend + "".join(parts)
+
+
+def _strength(matrix: Row) -> float:
+    """Return how far the strongest column exceeds the median one."""
+    peaks = sorted(matrix["column_peaks"])
+    return float(peaks[-1] / (peaks[len(peaks) // 2] or 1.0))
+
+
+def _matrix_histograms(matrix: Row) -> str:
+    marked = len(matrix["outliers"])
+    apart = "in 16 bits" if matrix["kept_apart"] else "rounded like the others"
+    words = f"{marked} of {matrix['columns']:,} columns are outliers, {apart}" if marked else "no outlier column"
+    pictures = _histogram_pair("weights", matrix["weights"]) + _histogram_pair("inputs", matrix["inputs"])
+    name = escape(matrix["name"].removesuffix(".weight"))
+    return f"<h3>{name}</h3><p class='small'>{words}</p><div class='pair'>{pictures}{_columns(matrix)}</div>"
+
+
+SMALL, TALL = 300, 96
+"""Width and height of the pictures of a matrix."""
+
+
+def _small_picture(parts: Iterable[str], words: str) -> str:
+    label = escape(words, quote=True)
+    return f"<svg class='small' viewBox='0 0 {SMALL} {TALL}' role='img' aria-label='{label}'>{''.join(parts)}</svg>"
+
+
+def _histogram_pair(what: str, pair: Sequence[Row]) -> str:
+    """Draw two histograms on one axis: the first filled, the second as a line."""
+    low, high = min(each["low"] for each in pair), max(each["high"] for each in pair)
+    spread, bottom = (high - low) or 1.0, TALL - 30
+    most = max(max(each["counts"]) for each in pair)
+    parts = []
+    for histogram, kind in zip(pair, ("before", "after-line"), strict=True):
+        counts = histogram["counts"]
+        width = (histogram["high"] - histogram["low"]) / len(counts)
+        points = []
+        for index, count in enumerate(counts):
+            y = bottom - (bottom - 4) * log10(1 + count) / log10(1 + most)
+            for edge in (index, index + 1):
+                points.append(f"{(histogram['low'] + width * edge - low) / spread * SMALL:.1f},{y:.1f}")
+        ends = (points[0].split(",")[0], points[-1].split(",")[0])
+        parts.append(f"<polygon class='{kind}' points='{ends[0]},{bottom} {' '.join(points)} {ends[1]},{bottom}'/>")
+    zeros = f"exactly 0: {_share(pair[0]['zeros'])} before, {_share(pair[1]['zeros'])} after"
+    parts += [
+        _words(0, TALL - 17, f"{low:.3g}"), _words(SMALL / 2, TALL - 17, what, "middle", "name"),
+        _words(SMALL, TALL - 17, f"{high:.3g}", "end"), _words(SMALL / 2, TALL - 3, zeros, "middle"),
+    ]  # fmt: skip
+    return _small_picture(parts, f"{what} from {low:.3g} to {high:.3g}; {zeros}")
+
+
+def _columns(matrix: Row) -> str:
+    """Draw the largest input of each column, outliers marked."""
+    peaks, bottom = matrix["column_peaks"], TALL - 30
+    run = ceil(matrix["columns"] / len(peaks))
+    marked = {column // run for column in matrix["outliers"]}
+    wide, most = SMALL / len(peaks), max(peaks) or 1.0
+    outline, strong = [f"M0,{bottom}"], []
+    for index, peak in enumerate(peaks):
+        left, high = wide * index, (bottom - 4) * peak / most
+        if index not in marked:
+            outline.append(f"V{bottom - high:.1f}h{wide:.2f}")
+            continue
+        outline.append(f"V{bottom}h{wide:.2f}")
+        columns = f"column {index * run}" if run == 1 else f"columns {index * run} to {(index + 1) * run - 1}"
+        position = f"x='{left:.1f}' y='{bottom - high:.1f}' width='{max(wide, 2):.1f}' height='{high:.1f}'"
+        strong.append(f"<rect class='outlier' {position}><title>{columns}: at most {peak:.3g}</title></rect>")
+    parts = [f"<path class='before' d='{''.join(outline)}V{bottom}Z'/>", *strong]
+    median = sorted(peaks)[len(peaks) // 2]
+    words = f"largest input {_number(max(peaks))}, of the median {_number(median)}"
+    parts += [_words(SMALL / 2, TALL - 17, "columns", "middle", "name"), _words(SMALL / 2, TALL - 3, words, "middle")]
+    return _small_picture(parts, words)
 
 
 def _table(layers: Sequence[Row]) -> str:

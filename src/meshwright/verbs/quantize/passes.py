@@ -1,6 +1,6 @@
 """Passes of `quantize`: the text to calibrate and to score on, the folder that is written, and the comparison."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.compress.calibrated_model import FinishedBlocks, calibrate
+from meshwright.compress.histograms import MatrixHistograms, matrix_histograms
 from meshwright.compress.original import OriginalModel, open_original
 from meshwright.compress.quality import Quality, compare, output_errors
 from meshwright.compress.stream import QuantizedLayer, write_quantized
@@ -147,14 +148,16 @@ class BeforeQuantized:
         """Return the transformer of the original."""
         return self.opened.model
 
-    def against(self, target: Path, same: Iterable[str]) -> tuple[Quality, Mapping[str, float]]:
+    def against(
+        self, target: Path, same: Iterable[str], drawn: Iterable[str] = ()
+    ) -> tuple[Quality, Mapping[str, float], Sequence[MatrixHistograms]]:
         """Compare with the written model, read back.
 
-        Also return output errors of layers with the same inputs in both.
+        Also return output errors of layers with the `same` inputs in both, and histograms of the matrices `drawn`.
         """
         # Read back from disk, so that the comparison also covers the format and its reader.
         after = load(target, self.dtype).model
         # Errors of layers need inputs of every layer, so they are measured on a few batches only.
-        return compare(self.opened.model, after, self.scored), output_errors(
-            self.opened.model, after, same, self.scored[:4]
-        )
+        before = self.opened.model
+        errors = output_errors(before, after, same, self.scored[:4])
+        return compare(before, after, self.scored), errors, matrix_histograms(before, after, drawn, self.scored[0])
