@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from benchmarks.quantization_table import Decomposed, inject, layers, trained
+from benchmarks.quantization_table import Codes, inject, layers, trained
 from meshwright.compress import calibrated_methods
 from meshwright.compress.bit_budget import choose_within, ladder
 from meshwright.compress.calibrated_model import calibrate
@@ -137,7 +137,7 @@ def quantized(model: Transformer, schemes: Mapping[str, Scheme], batches: Sequen
         parts = {name: quantize_matrix(name, model.get_parameter(name), scheme) for name, scheme in schemes.items()}
     for name, part in parts.items():
         if isinstance(part, QuantizedMatrix):
-            layers(rounded)[name].lora = Decomposed(part)
+            layers(rounded)[name].lora = Codes(part)
         else:
             rounded.get_parameter(name).copy_(part)
     return rounded

@@ -2,12 +2,14 @@
 
 import json
 import math
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from docs import figures
 from tests.planner.browser import CHROMIUM, Browser
@@ -150,3 +152,62 @@ def test_the_page_of_distillation_states_what_its_formulas_give() -> None:
         powers = [math.exp(x / heat) for x in (4, 2, 0)]
         row = " | ".join(f"{power / sum(powers):.3f}" for power in powers)
         assert f"| {heat} | {row} |" in page
+
+
+def test_formats_of_numbers_have_the_limits_of_their_bits() -> None:
+    """By the definition, from bits alone: IEEE's formats, and e4m3, whose top exponent still holds numbers."""
+    _, shown = figures.numbers("number_formats")
+    for name, form in shown["floats"].items():
+        exponent, mantissa = form["exponent"], form["mantissa"]
+        bias = 2 ** (exponent - 1) - 1
+        ieee = (2 - 2.0**-mantissa) * 2.0**bias
+        assert form["largest"] == (2.0**8 * 1.75 if name == "fp8 e4m3" else ieee), name
+        assert form["smallest"] == 2.0 ** (1 - bias)
+    assert len(shown["nf4"]) == 16 and shown["nf4"][0] == -1 and 0.0 in shown["nf4"] and shown["nf4"][-1] == 1
+
+
+def test_absmax_and_zero_point_are_those_of_the_lecture() -> None:
+    """By Python's own rounding, which takes the even one of two, in double precision."""
+    _, shown = figures.numbers("linear_quantization")
+    numbers = shown["example"]
+    assert shown["methods"]["absmax"][8]["codes"] == [127, 1, 0, 8, 0]
+    for bits in (8, 4, 3, 2):
+        absmax, zero_point = (shown["methods"][name][bits] for name in ("absmax", "zero-point"))
+        step = max(numbers) / (2 ** (bits - 1) - 1)
+        assert absmax["scale"] == pytest.approx(step) and absmax["zero"] == 0
+        assert absmax["codes"] == [round(number / step) for number in numbers]
+        step = max(numbers) / (2**bits - 1)
+        assert zero_point["scale"] == pytest.approx(step) and zero_point["zero"] == 0
+        assert zero_point["codes"] == [round(number / step) for number in numbers]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_bits_of_any_number_are_torchs(browser: Browser, tmp_path: Path) -> None:
+    """Signs, exponents and mantissas that the page shows: those of torch's casts, of numbers of every size."""
+    file = tmp_path / "number_formats.html"
+    file.write_text(figures.page("number_formats"), encoding="utf-8")
+    browser.look(700, 900)
+    browser.open(file)
+    codes = {
+        "fp32": (torch.float32, torch.int32, 32), "fp16": (torch.float16, torch.int16, 16),
+        "bf16": (torch.bfloat16, torch.int16, 16), "fp8 e4m3": (torch.float8_e4m3fn, torch.uint8, 8),
+        "fp8 e5m2": (torch.float8_e5m2, torch.uint8, 8),
+    }  # fmt: skip
+    chosen = random.Random(0)
+    numbers = [0.0, 1.0, -2.5, 0.1, 65504.0, 448.0, -57344.0, 6.1e-5, 5.96e-8, 2**-9, 2**-10, 1.9999999, 70000.0, 1e-45]
+    numbers += [chosen.choice((-1, 1)) * chosen.random() * 10.0 ** chosen.randint(-8, 5) for _ in range(40)]
+    for number in numbers:
+        browser.evaluate(
+            f"(() => {{ const field = document.querySelector('input[type=text]'); field.value = '{number!r}';"
+            "field.dispatchEvent(new Event('input')); })()"
+        )
+        rows = browser.evaluate("[...document.querySelectorAll('tbody tr')].map((row) => [...row.cells].map((cell) => "
+                                "cell.textContent))")  # fmt: skip
+        shown = {row[0]: row[1].replace(" ", "") for row in rows}
+        for name, (dtype, integer, width) in codes.items():
+            cast = torch.tensor(number, dtype=torch.float64).to(dtype)
+            if name == "fp8 e4m3" and abs(number) > 448:
+                continue  # torch saturates or gives NaN by its version; the page says NaN
+            code = int(cast.view(integer)) & (2**width - 1)
+            assert shown[name] == format(code, f"0{width}b"), (name, number)
