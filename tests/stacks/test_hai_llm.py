@@ -56,6 +56,15 @@ def test_a_layer_of_experts_keeps_what_the_report_says() -> None:
     assert {name for name, _ in HAI_LLM.kept_shares} <= names
 
 
+def test_with_the_outputs_of_experts_it_would_not_fit(as_trained: PlanAnswer) -> None:
+    """The one assumption about memory that the report does not state, and the page's figure for it."""
+    from meshwright.planner.step.predict import predict
+
+    shares = tuple(share for share in HAI_LLM.kept_shares if share[0] != "returned")
+    stack = replace(HAI_LLM, name="hai-llm, outputs kept", kept_shares=shares, product_bytes=1.0)
+    assert predict(as_trained.plan, stack).peak_bytes / 2**30 == pytest.approx(81.4, abs=0.05)
+
+
 def test_what_is_kept_changes_no_time(as_trained: PlanAnswer) -> None:
     from meshwright.planner.step.predict import predict
 

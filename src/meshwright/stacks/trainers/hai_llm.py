@@ -56,6 +56,7 @@ HAI_LLM = TrainingSoftware(
     unknown=(
         "That row is one run, and its report says neither how layers are dealt to ranks nor the micro-batch (1 here).",
         "Its memory was not published: it is counted from what the report keeps, and in which format.",
+        "The report does not mention outputs of experts: they are taken as not kept. With them its run would not fit.",
     ),
     axes={},
 )  # fmt: skip
