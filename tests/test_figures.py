@@ -73,6 +73,26 @@ def test_collectives_end_as_defined_and_the_busiest_rank_sends_what_the_formula_
             assert len(run["steps"]) == rounds.get(name, 1 / (ranks - 1)) * (ranks - 1)
 
 
+def test_bars_of_memory_are_those_of_an_arithmetic_by_hand() -> None:
+    """Llama-3.1-8B: 18 bytes of states per parameter, and per layer and token what plain arithmetic counts."""
+    _, shown = figures.numbers("memory")
+    gib, parameters, hidden, ffn = 2**30, 8_030_261_248, 4096, 14336
+    flash = shown["models"]["llama-3.1-8b"]["1 GPU"]["flash attention"]
+    for sequence in shown["sequences"]:
+        for batch in shown["batches"]:
+            weights, gradients, optimizer, activations, _ = flash[sequence][batch][0]
+            assert weights == pytest.approx(2 * parameters / gib, abs=0.1)
+            assert gradients == pytest.approx(4 * parameters / gib, abs=0.1)  # fp32 sums of two micro-batches
+            assert optimizer == pytest.approx(12 * parameters / gib, abs=0.1)
+            # Queries, keys, values; output of attention; halves of SwiGLU; the stream twice; a sum per head in fp32.
+            token = 2 * (hidden + 2 * 1024 + hidden + 2 * ffn + 2 * hidden) + 4 * 32
+            rows = 32 * sequence * batch * token / gib
+            assert rows - 0.1 <= activations <= rows * 1.2 + 0.1, (sequence, batch)
+    plain = shown["models"]["llama-3.1-8b"]["1 GPU"]["plain attention"][8192][1]
+    scores = 32 * 4 * 32 * 8192**2 / gib  # fp32 weights of all layers and heads
+    assert scores < plain[0][3] - plain[1][3] < 1.25 * scores
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with Browser() as entry:
