@@ -47,7 +47,7 @@ SENTENCES: dict[tuple[str, str], Callable[[Cell], str]] = {
     ),
     ("tensor-and-sequence", "tensor"): lambda cell: (
         "At `tp=16` the group spans two nodes, and MFU falls by "
-        f"{part(1 - cell('tp=16 sp=true', 'MFU (full)') / cell('tp=8 sp=true', 'MFU (full)'))}."
+        f"{part(1 - cell('tp=16 sp=true', 'MFU (full)') / cell('tp=8 sp=true', 'MFU (full)'))}"
     ),
     ("experts", "experts"): lambda cell: (
         f"With `ep=8` a rank gathers its own only, and {part(cell('8', 'sent, GB') / cell('1', 'sent, GB'))} is sent."

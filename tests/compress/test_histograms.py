@@ -36,11 +36,11 @@ def test_rounded_inputs_are_those_of_the_product() -> None:
     columns = torch.tensor([7], dtype=torch.int32)
     plain = quantize_matrix("some", weight, SCHEMES["int8-tensor"])
     split = quantize_matrix("some", weight, replace(SCHEMES["llm-int8"], scales="float32"), columns, torch.float32)
-    rounded, kept = rounded_inputs(x, plain)
+    rounded, exact_columns = rounded_inputs(x, plain)
     step = float(x.abs().max()) / 127
-    assert kept is None and np.allclose(rounded.numpy(), np.rint(x.numpy() / step) * step, atol=1e-5)
-    rounded, kept = rounded_inputs(x, split)
-    assert kept == [7] and torch.equal(rounded[:, 7], x[:, 7]) and float((rounded - x).abs().max()) < 0.02
+    assert exact_columns is None and np.allclose(rounded.numpy(), np.rint(x.numpy() / step) * step, atol=1e-5)
+    rounded, exact_columns = rounded_inputs(x, split)
+    assert exact_columns == [7] and torch.equal(rounded[:, 7], x[:, 7]) and float((rounded - x).abs().max()) < 0.02
     assert rounded_inputs(x, quantize_matrix("some", weight, SCHEMES["int4-rtn"])) == (x, None)
 
 

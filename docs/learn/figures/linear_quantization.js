@@ -10,7 +10,7 @@ figure("linear_quantization", (data, view, {html}) => {
   const show = (number) => String(Number(number.toPrecision(4)));
   const read = () => list.value.trim().split(/[\s;]+/).map(Number);
 
-  // The reader's own list is computed here; the example's codes come from the package, and a test compares both.
+  // The reader's own list is computed here; the example's codes come from the package.
   function quantize(numbers) {
     const known = numbers.length === data.example.length && numbers.every((x, index) => x === data.example[index]);
     if (known) return data.methods[method.value][bits.value];

@@ -74,15 +74,16 @@ def matrix_histograms(
             run(model, batch)
     histograms = []
     for name in layers:
-        (inputs, peaks), (inputs_after, kept) = plain[name], rounded[name]
+        (inputs, peaks), (inputs_after, exact_columns) = plain[name], rounded[name]
         layer = _layer(after, name)
         weight = layer.weight if layer.quantized is None else layer.quantized.matrix.dequantized()
         usual = outlier_columns({name: peaks}, PUBLISHED_THRESHOLD).get(name)
-        marked = kept if kept is not None else [] if usual is None else usual.tolist()
+        marked = exact_columns if exact_columns is not None else [] if usual is None else usual.tolist()
         run_length = -(-len(peaks) // STRIPS)
         histograms.append(MatrixHistograms(
             name=name, weights=(count_numbers(_layer(before, name).weight), count_numbers(weight)),
-            inputs=(inputs, inputs_after), columns=len(peaks), outliers=tuple(marked), kept_apart=kept is not None,
+            inputs=(inputs, inputs_after), columns=len(peaks), outliers=tuple(marked),
+            kept_apart=exact_columns is not None,
             column_peaks=tuple(float(part.max()) for part in peaks.split(run_length)),
         ))  # fmt: skip
     return histograms
@@ -104,8 +105,8 @@ def rounded_inputs(rows: Tensor, matrix: QuantizedMatrix) -> tuple[Tensor, list[
     restored = (codes if zeros is None else codes - zeros) * scales
     if columns is not None:
         restored[:, columns.long()] = rows[:, columns.long()].float()
-    kept = [] if columns is None else columns.tolist()
-    return restored, None if scheme.outliers == "none" else kept
+    exact_columns = [] if columns is None else columns.tolist()
+    return restored, None if scheme.outliers == "none" else exact_columns
 
 
 def count_numbers(numbers: Tensor) -> Histogram:

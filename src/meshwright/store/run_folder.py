@@ -22,7 +22,6 @@ from meshwright.data import Tokenizer
 from meshwright.formats.gguf.header import is_gguf
 from meshwright.formats.hub import adapter_config
 from meshwright.formats.hub.config import GENERATION, read_json
-from meshwright.formats.hub.download import local_folder
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, CheckpointError, PlanError, RunError, argument
 from meshwright.spec.hub_names import explain_missing
@@ -430,6 +429,8 @@ def check_model(path: Path, *, dtype: str | None = None, checkpoint: str = LAST,
     `named` is the argument that named it, such as `against`. Raises RunError when there is no model, ArgumentError
     for an unknown dtype or checkpoint.
     """
+    from meshwright.formats.hub.download import local_folder
+
     check_dtype(dtype, AUTO)
     kind = _kind(path if path.exists() else local_folder(path))
     if kind is None:

@@ -72,7 +72,7 @@ def test_values_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
         ("--dataset_name org/set --eval_strategy no --max-length 64",
          {"data=hub:org/set", "recipe.eval_every=0", "recipe.sequence=64"}),
     ],
-    ids=str,
+    ids=lambda parameter: parameter if isinstance(parameter, str) else "",
 )  # fmt: skip
 def test_flags_become_keys(flags: str, keys: set[str]) -> None:
     assert set(plan_words(flags, processes=2)) == keys

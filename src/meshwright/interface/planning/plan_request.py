@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import planfile
-from meshwright.formats.hub import download
 from meshwright.interface.planning.plan_reading import (
     QLORA_BASE,
     SAMPLES_WORD,
@@ -287,6 +286,8 @@ def config_folder(name: str) -> Path:
     """
     if cached := find_snapshot(name, CONFIG):
         return cached
+    from meshwright.formats.hub import download
+
     folder = split_revision(name)[0].rpartition("/")[2]
     instead = f"where there is a network, run `{download_command(name, CONFIG)}`, and give {folder}"
     absent = f"{argument('model', name)} is no preset, no folder here and not in the Hugging Face cache"
