@@ -41,6 +41,10 @@ def site_key(name: str) -> int:
     return signed(zlib.crc32(name.encode()))
 
 
+WEIGHTS_SITE = site_key("attention weights")
+"""Number of attention's weights. A constant, since the compiler cannot trace the hash of a name."""
+
+
 def mix(x: Tensor) -> Tensor:
     """Hash int32 numbers, each to another one."""
     x = (x ^ ((x >> 16) & 0xFFFF)) * FIRST
@@ -82,7 +86,7 @@ class AttentionDropout(NamedTuple):
     def make(tokens: Tensor, rate: float, heads: int, first: int) -> "AttentionDropout":
         """Return it for `heads` query heads from `first` on, and keys of tokens (B, S)."""
         numbers = features(first, heads, tokens.device)
-        return AttentionDropout(rate, mix(tokens.unsqueeze(-1) + site_key("attention weights") + numbers))
+        return AttentionDropout(rate, mix(tokens.unsqueeze(-1) + WEIGHTS_SITE + numbers))
 
     @property
     def growth(self) -> float:
