@@ -209,7 +209,7 @@ def test_the_compiled_operator_is_declared_as_it_is(share: float) -> None:
     (q, k, v), mask, _ = case("documents" if share else "plain")
     leaves = [x.requires_grad_() for x in (q, k, v)]
     for window in (0, 9):
-        arguments = (*leaves, mask.documents, None, None, window, SCALE, "loops", 0.0)
+        arguments = (*leaves, mask.documents, None, None, window, SCALE, "loops", 0.0, None)
         torch.library.opcheck(varlen.varlen_attention, arguments)
 
 

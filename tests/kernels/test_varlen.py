@@ -93,7 +93,7 @@ def test_the_compiled_operator_is_declared_as_it_is(share: float) -> None:
     q, k, v = (x.requires_grad_() for x in queries_keys_values(70))
     for way in ("flash", "blocks"):
         for window in (0, 9):
-            arguments = (q, k, v, random_documents(70, share, 3), None, None, window, SCALE, way, 0.0)
+            arguments = (q, k, v, random_documents(70, share, 3), None, None, window, SCALE, way, 0.0, None)
             torch.library.opcheck(varlen.varlen_attention, arguments)
 
 

@@ -195,7 +195,7 @@ class AttentionMetadata:
 
     def of_layer(self, name: str) -> "AttentionMetadata":
         """Return the metadata for a layer, whose masks of dropout differ from those of others."""
-        return self if self.keys is None else replace(self, keys=self.keys.of_layer(name))
+        return replace(self, keys=self.keys and self.keys.of_layer(name))
 
     @property
     def token_keys(self) -> Tensor | None:
@@ -216,7 +216,7 @@ class AttentionBase(nn.Module):
     def attended(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, cache: Past | None) -> Tensor:
         """Map q (B, S, H, E), and k and v of the same positions, to (B, S, D)."""
         out = self.over_past(q, k, v, metadata, cache).flatten(2)
-        return write(self.seams.dense, out, self.o, metadata.token_keys)
+        return write(self.seams.dense, out, self.o, metadata.keys and metadata.keys.tokens)
 
     def over_past(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, cache: Past | None) -> Tensor:
         """Attend like `attended`, without the output product. Returns (B, S, H, width of values)."""
@@ -254,7 +254,7 @@ class Attention(AttentionBase):
 
     def forward(self, x: Tensor, metadata: AttentionMetadata, cache: Past | None = None) -> Tensor:
         """Map x (B, S, D) to (B, S, D)."""
-        parts = read(self.seams.dense, x, self.q, self.k, self.v, keys=metadata.token_keys)
+        parts = read(self.seams.dense, x, self.q, self.k, self.v, keys=metadata.keys and metadata.keys.tokens)
         q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in parts)
         # A cache of a serving engine may norm, rotate and store in one kernel.
         if cache is None or not self._turned_by(cache, q, k, v, metadata):
@@ -300,7 +300,7 @@ class LatentAttention(AttentionBase):
     def forward(self, x: Tensor, metadata: AttentionMetadata, cache: Past | None = None) -> Tensor:
         """Map x (B, S, D) to (B, S, D)."""
         mla = self.mla
-        keys = metadata.token_keys
+        keys = metadata.keys and metadata.keys.tokens
         q, low = read(self.seams.dense, x, self.q_down if mla.q_rank else self.q, self.kv_down, keys=keys)
         q = call(self.q_up, self.q_norm(q), keys) if mla.q_rank else q
         q = q.unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))

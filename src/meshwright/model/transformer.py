@@ -256,7 +256,9 @@ class Transformer(nn.Module):
         """
         balances: list[Tensor] = []
         for index, (number, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
-            metadata = attention_metadata[block.window].of_layer(number)
+            metadata = attention_metadata[block.window]
+            if metadata.keys is not None:
+                metadata = metadata.of_layer(number)
             x, balance = block(x, metadata, cache.layers[index] if cache else None)
             if balance is not None:
                 balances.append(balance)
