@@ -43,7 +43,7 @@ def main() -> None:
         parts = [order[rank * batch : (rank + 1) * batch] for rank in range(ranks)]
         print(f"  step {step}: " + "  ".join(f"rank {rank}: {part}" for rank, part in enumerate(parts)))
     print(f"  rows read twice in the epoch: {[row for row, times in seen.items() if times > 1] or 'none'}; "
-          "the last step goes on with the next epoch")  # fmt: skip
+          "the last step takes its last rows from the next epoch")  # fmt: skip
 
 
 if __name__ == "__main__":

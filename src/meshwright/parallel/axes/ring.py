@@ -79,7 +79,7 @@ class _Travelling:
         """Return the buffer that has arrived."""
         for work in self.work:
             work.wait()
-        self.work = []  # Gloo would wait for ever for work that has been waited for
+        self.work = []  # Gloo hangs when it waits twice for the same work
         return self.received
 
 
