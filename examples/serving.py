@@ -16,6 +16,7 @@ from pathlib import Path
 from meshwright.model import Transformer, build
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.served_request import ServedRequest
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.serving.engine.serving_record import MemoryUse, memory_use, read_record
 from meshwright.spec import ModelShape
@@ -78,14 +79,13 @@ def story(path: Path, block: int = 4) -> None:
     ))  # fmt: skip
     system = [chance.randrange(VOCAB) for _ in range(3 * block)]
 
-    def add(words: int, answer: int, prefix: list[int] = system, **options: int) -> None:
+    def add(words: int, answer: int, prefix: list[int] = system, n: int = 1, beams: int = 1) -> None:
         prompt = [*prefix, *(chance.randrange(VOCAB) for _ in range(words))]
-        asked = RequestOptions(
-            max_new_tokens=answer, temperature=0 if "beams" in options else 1, ignore_end=True, **options
-        )
-        requests.append(engine.add(prompt, asked))
+        temperature = 0 if beams > 1 else 1
+        options = RequestOptions(max_new_tokens=answer, temperature=temperature, ignore_end=True, n=n, beams=beams)
+        requests.append(engine.add(prompt, options))
 
-    requests = list[object]()
+    requests = list[ServedRequest]()
     add(3, 14)
     for _ in range(3):
         engine.step()
@@ -101,11 +101,9 @@ def story(path: Path, block: int = 4) -> None:
         engine.step()
     add(3, 10)
     add(1, 10, beams=3)
-    while not engine.idle:
-        engine.step()
+    engine.run(requests)
     add(3, 6)
-    while not engine.idle:
-        engine.step()
+    engine.run(requests)
 
 
 def table(use: MemoryUse) -> str:
