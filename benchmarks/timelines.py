@@ -252,7 +252,8 @@ def draw(name: str, halves: dict[str, dict[str, Lines]], file: Path) -> None:
             axes, names = panels[row][column], sorted({piece.line for piece in lines.pieces})
             # Waits are drawn last, over the collectives that they wait for.
             for piece in sorted(lines.pieces, key=lambda piece: piece.label == "exposed wait"):
-                color = used[piece.label] = colors.get(piece.label, "#999999")
+                color = colors.get(piece.label, "#999999")
+                used["B or BW" if piece.label in ("B", "BW") else piece.label] = color
                 low, length = -names.index(piece.line), 1e3 * (piece.end_s - piece.start_s)
                 axes.add_patch(Rectangle((1e3 * piece.start_s, low), length, 0.85, facecolor=color, edgecolor="white",
                                          linewidth=0.4))  # fmt: skip
@@ -263,6 +264,7 @@ def draw(name: str, halves: dict[str, dict[str, Lines]], file: Path) -> None:
             axes.spines[["top", "right"]].set_visible(False)
             exposed = f"{lines.exposed_s / lines.total_s:.0%} exposed" if lines.total_s else ""
             axes.set_title(f"{half}: {case}, {1e3 * lines.total_s:,.0f} ms, {exposed}", loc="left", fontsize=8)
+        panels[-1][column].set_xlabel("ms", fontsize=8)
     marks = [Rectangle((0, 0), 1, 1, facecolor=color) for color in used.values()]
     sheet.legend(marks, list(used), loc="outside lower center", ncols=len(used), fontsize=8, frameon=False)
     sheet.savefig(file, dpi=110)

@@ -159,7 +159,7 @@ TABLES = {
         head="layout",
         rows={
             "`tp=1`": "tp=1,dp_shard=32",
-            "`tp=2`": "tp=2,dp_shard=16",
+            "`tp=2 sp=false`": "tp=2,sp=false,dp_shard=16",
             "`tp=2 sp=true`": "tp=2,sp=true,dp_shard=16",
             "`tp=4 sp=true`": "tp=4,sp=true,dp_shard=8",
             "`tp=8 sp=true`": "tp=8,sp=true,dp_shard=4",

@@ -108,9 +108,9 @@ def story(path: Path, block: int = 4) -> None:
 
 def table(use: MemoryUse) -> str:
     """A row for each way to reserve memory, beside the paper's figure."""
-    head = f"{'memory is reserved as':34}{'holds tokens':>14}{'waste':>9}{'Kwon et al.':>13}"
+    head = f"{'memory is reserved as':34}{'holds tokens':>14}{'waste':>9}{'Kwon et al.: holds':>20}"
     rows = [
-        f"{words:34}{getattr(use, way):14.1%}{1 - getattr(use, way):9.1%}{KWON[way]:13.1%}"
+        f"{words:34}{getattr(use, way):14.1%}{1 - getattr(use, way):9.1%}{KWON[way]:20.1%}"
         for way, words in WAYS.items()
     ]
     return "\n".join([head, *rows])

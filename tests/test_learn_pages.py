@@ -37,13 +37,12 @@ def part(share: float) -> str:
 SENTENCES: dict[tuple[str, str], Callable[[Cell], str]] = {
     ("memory", "recompute"): lambda cell: f"Here `full` makes a step {more(cell, 'full', 'none')} longer.",
     ("memory", "sequence"): lambda cell: (
-        f"that is {cell('8,192', 'activations, GiB')} GiB, "
+        f"with flash attention: {cell('8,192', 'activations, GiB')} GiB at 8,192 tokens, "
         f"or {cell('8,192', 'activations, GiB') / 32:.2f} GiB per layer"
     ),
     ("data-and-zero", "zero"): lambda cell: (
-        f"So ZeRO-2 takes the peak from {cell('0', 'peak, GiB'):.0f} GiB to {cell('2', 'peak, GiB')} GiB, for "
-        f"{more(cell, '2', '0')} more time. "
-        f"ZeRO-3 takes it to {cell('3', 'peak, GiB')} GiB, for {more(cell, '3', '0')}."
+        f"So ZeRO-2 takes the peak from {cell('0', 'peak, GiB'):.0f} GiB to {cell('2', 'peak, GiB')} GiB, "
+        f"and ZeRO-3 to {cell('3', 'peak, GiB')} GiB, for 1 and 2 % more time than without ZeRO."
     ),
     ("tensor-and-sequence", "tensor"): lambda cell: (
         "At `tp=16` the group spans two nodes, and MFU falls by "

@@ -1,4 +1,7 @@
-"""Every command of docs/lectures.md runs here: its plan is legal, or its program, test or target is there."""
+"""Every row of docs/lectures.md says whether its command works, and it is run here.
+
+Short tests check that a command's plan is legal, or that its program, test or target is there. The long ones run it.
+"""
 
 import re
 import shlex
@@ -6,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from docs import lectures
 from meshwright.interface.planning.plan_reading import read_plan
 from meshwright.planfile.writing import commented
 from meshwright.spec.plan.plan import world_violation
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "lectures.md").read_text(encoding="utf-8")
-ROWS = [line.split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
-COMMANDS = sorted({cells[2].strip("`") for cells in ROWS if len(cells) == 4 and cells[2].startswith("`")})
+COMMANDS = sorted({row.command for row in lectures.rows(PAGE)})
 LAUNCHED = re.compile(r"(?:torchrun --nproc_per_node (\d+) -m )?meshwright (?:train|profile) (.*)")
 MADE = {"hf_folder", "chat.jsonl", "asked.jsonl", "answers.jsonl", "plan.yaml", "runs/teacher", "RUN", "OUT"}
 """Files and folders that commands read or write; the page says how to make them."""
@@ -66,3 +69,29 @@ def test_the_page_says_what_its_commands_need() -> None:
     assert all(word in needs for word in ("make quickstart", "make test", *MADE))
     if any("leaderboard" in line for line in COMMANDS):
         assert "MESHWRIGHT_PUBLISHED" in needs
+
+
+def test_every_row_has_a_state_and_a_command() -> None:
+    headings = PAGE.count("\n| topic | state | command | files, tests |")
+    assert len(lectures.rows(PAGE)) == sum(line.startswith("| ") for line in PAGE.splitlines()) - headings
+    assert all(row.state.startswith((lectures.WORKS, "partly: ")) for row in lectures.rows(PAGE))
+
+
+def test_a_row_says_partly_when_its_command_fails_and_works_again_afterwards() -> None:
+    page = "## A. Topics\n\n| a | works: all | `one` | f |\n| b | partly: half | `two` | f |\n"
+    failed = lectures.stated(page, {"one": 1, "two": 0})
+    assert [row.state for row in lectures.rows(failed)] == ["partly: its command fails: all", "partly: half"]
+    assert lectures.stated(failed, {"one": 0}) == page == lectures.stated(page, {})
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> lectures.Workspace:
+    return lectures.Workspace(tmp_path_factory.mktemp("lectures"), short=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", lectures.commands(PAGE, short=True))
+def test_a_row_says_how_its_command_ends(command: str, workspace: lectures.Workspace) -> None:
+    states = {row.state.partition(":")[0] for row in lectures.rows(PAGE) if row.command == command}
+    outcome = workspace.run(command)
+    assert states == {"partly" if outcome.code else "works"}, outcome.text[-2000:]

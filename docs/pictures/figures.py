@@ -1,8 +1,8 @@
 """The numbers of the Learn pages' pictures, from the code that they explain; `draw.py` draws them and keeps them.
 
-Memory by sequence and the line of time are the planner's, the first steps a dry run's. Positions of ranks come from
-parallel/groups/mesh.py, positions of tokens from parallel/axes/context.py, pipelines from spec/layout/schedule.py
-played by spec/layout/replay.py: a picture cannot say what the code does not do.
+Memory by sequence and the line of time are the planner's, the first steps come from a dry run and from torch's own
+optimizer. Positions of ranks come from parallel/groups/mesh.py, positions of tokens from parallel/axes/context.py,
+pipelines from spec/layout/schedule.py played by spec/layout/replay.py: a picture cannot say what the code does not do.
 """
 
 import json
@@ -12,10 +12,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from docs import bandwidth as bandwidths
 from docs.generate import run
 from docs.tables import TABLES
+from meshwright import compat
 from meshwright.observe.dryrun.simulate import dry_run
+from meshwright.observe.dryrun.storage_tracker import FakeWatch
 from meshwright.parallel.axes.context import places
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.step.prediction import usable_bytes
@@ -102,7 +106,7 @@ def sequence() -> dict[str, Any]:
 
 
 def steps() -> dict[str, Any]:
-    """GiB that a program holds in each pass of its first two steps, by a dry run."""
+    """GiB that a program holds over its first two steps: as torch's own parts do it, and by this engine's dry run."""
     passes = dry_run(one_device(Layout(micro_batch=1), "llama-3.2-1b", 2048, 2), processes=1).ranks[0].passes
     last = [instant.name for instant in passes].index("evaluate")
     return {
@@ -110,7 +114,64 @@ def steps() -> dict[str, Any]:
         "sizes": [
             {name: gib(instant.kinds, parts) for name, parts in COLUMN_KINDS.items()} for instant in passes[:last]
         ],
+        "torch": torch_steps("llama-3.2-1b", 2048),
     }
+
+
+SLICES = 8
+"""Columns of a phase of a step."""
+
+
+def torch_steps(name: str, length: int) -> dict[str, Any]:
+    """Two steps of transformers' Llama with torch.optim.AdamW in fp32, on tensors without values.
+
+    A kind follows from the phase that made a tensor, and from whether the tensor outlives it.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = presets.model(name)
+    config = LlamaConfig(
+        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, tie_word_embeddings=True,
+    )  # fmt: skip
+    with compat.fake_tensors(), FakeWatch(512) as watch:
+        watch.enter("build")
+        model = LlamaForCausalLM(config)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for number in (1, 2):
+            watch.enter(f"forward {number}")
+            tokens = torch.zeros(1, length, dtype=torch.long)
+            loss = model(input_ids=tokens, labels=tokens).loss
+            watch.enter(f"backward {number}")
+            loss.backward()
+            watch.enter(f"update {number}")
+            optimizer.step()
+            watch.enter(f"clear {number}")
+            optimizer.zero_grad()
+    made = {
+        "build": "parameters", "forward": "activations and logits", "backward": "gradients",
+        "update": "optimizer states",
+    }  # fmt: skip
+    for record in watch.records:
+        lasts = record.death_phase != record.phase
+        phase = watch.phases[record.phase].name.partition(" ")[0]
+        record.kind = made.get(phase, "") if lasts else ""
+    starts = [phase.start for phase in watch.phases]
+    # (phase, slice of it) -> bytes by kind when the total was highest
+    columns: dict[tuple[int, int], dict[str, int]] = {}
+    held, phase = dict.fromkeys(COLUMN_KINDS, 0), 0
+    for event, (record, change) in enumerate(watch.events()):
+        while phase + 1 < len(starts) and starts[phase + 1] <= event:
+            phase += 1
+        held[watch.records[record].kind or "temporaries and buffers"] += change
+        length_of_phase = ([*starts, watch.now][phase + 1]) - starts[phase]
+        column = phase, (event - starts[phase]) * SLICES // length_of_phase
+        if column not in columns or sum(held.values()) > sum(columns[column].values()):
+            columns[column] = dict(held)
+    names = [watch.phases[phase].name for phase, _ in columns]
+    first = names.index("forward 1")
+    sizes = [{kind: round(size / GIB, 2) for kind, size in column.items()} for column in columns.values()]
+    return {"names": names[first:], "sizes": sizes[first:]}
 
 
 def bandwidth() -> dict[str, Any]:

@@ -4,7 +4,7 @@ figure("collectives", (data, view, {svg}) => {
   const LEFT = 52;  // pixels, right of the names of ranks
   const run = () => data[collective.value].ranks[ranks.value];
   // Step 0 is before, then one for each round of sends, then after.
-  const step = view.steps({label: "step", count: () => run().steps.length + 1});
+  const step = view.steps({label: "step", count: () => run().steps.length + 1, value: 1});
 
   const cells = (numbers, x, y, index) => (numbers ?? []).flatMap((value, column) => [
     svg("rect", {x: x + column * 25, y, width: 23, height: 18, rx: 3, style: `fill: var(--c${index + 1})`}),
@@ -16,7 +16,10 @@ figure("collectives", (data, view, {svg}) => {
       const {before, after, steps} = run();
       const finished = step.value > steps.length;
       const sends = step.value > 0 && !finished ? steps[step.value - 1] : [];
-      const high = 46;
+      // Messages of a rank to several others may need more than one line. The height is that of the fullest step.
+      const across = Math.max(1, Math.floor((width - LEFT) / 68));
+      const messages = Math.max(...steps.flatMap((sent) => before.map((_, rank) => sent.filter(([from]) => from === rank).length)));
+      const high = 31 + 15 * Math.ceil(messages / across);
       const drawing = svg("svg", {width, height: before.length * high + 4, role: "img", "aria-label": sentence()});
       before.forEach((numbers, rank) => {
         const y = rank * high;
@@ -25,7 +28,7 @@ figure("collectives", (data, view, {svg}) => {
         const moves = sends.filter(([from]) => from === rank);
         moves.forEach(([from, to, values], index) => {
           drawing.append(svg(
-            "text", {x: LEFT + index * 68, y: y + 33, "font-weight": 600},
+            "text", {x: LEFT + (index % across) * 68, y: y + 33 + 15 * Math.floor(index / across), "font-weight": 600},
             `→ ${to}: ${values.length > 3 ? `${values.slice(0, 2).join(" ")} …` : values.join(" ")}`,
           ));
         });

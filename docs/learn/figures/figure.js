@@ -16,10 +16,10 @@
   const html = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
   const svg = (tag, attributes = {}, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 
-  // Three significant digits with a thin space between thousands; the unit follows.
+  // Three significant digits, or all of a whole number, with commas between thousands; the unit follows.
   const number = (value, unit = "") => {
-    const digits = Math.abs(value) >= 100 || value === 0 ? 0 : Math.abs(value) >= 10 ? 1 : 2;
-    const written = value.toLocaleString("en", {minimumFractionDigits: 0, maximumFractionDigits: digits});
+    const digits = Math.abs(value) >= 100 ? {maximumFractionDigits: 0} : {maximumSignificantDigits: 3};
+    const written = value.toLocaleString("en", digits);
     return unit ? `${written} ${unit}` : written;
   };
   const bytes = (value) => {
@@ -45,7 +45,15 @@
     // Pixels that a drawing may be wide.
     get width() { return Math.max(240, Math.floor(this.stage.getBoundingClientRect().width)); }
 
-    // A control has `value`, and `set(value)`, which draws anew.
+    // Whether a drawing may write the text on one line.
+    fits(text) {
+      const ruler = document.createElement("canvas").getContext("2d");
+      const root = parseFloat(getComputedStyle(document.documentElement).fontSize);
+      ruler.font = `${0.62 * root}px ${getComputedStyle(this.element).fontFamily}`;
+      return ruler.measureText(text).width < this.width;
+    }
+
+    // A control has `value`, and `set(value)`, which draws anew. A slider also has `enable(whether)`.
     add(label, input, {wide = false} = {}) {
       this.controls.append(html("label", {class: wide ? "control wide" : "control"}, label, input));
     }
@@ -62,6 +70,7 @@
           output.textContent = show(chosen);
           this.redraw();
         },
+        enable: (whether) => { input.disabled = !whether; },
       };
       input.addEventListener("input", () => control.set(values[Number(input.value)]));
       this.add(html("span", {}, `${label}: `, output), input, {wide});
@@ -92,14 +101,14 @@
     }
 
     // Steps 0 to count() with buttons to go back, on, and to play. `count` may depend on other controls.
-    steps({label, count, milliseconds = 900}) {
+    steps({label, count, value = 0, milliseconds = 900}) {
       const input = html("input", {type: "range", min: 0, step: 1});
       const output = html("output");
       const play = html("button", {type: "button"}, "Play");
       let timer = null;
       const stop = () => { clearInterval(timer); timer = null; play.textContent = "Play"; };
       const control = {
-        value: 0,
+        value,
         set: (step) => {
           control.value = Math.max(0, Math.min(step, count()));
           this.redraw();
@@ -149,27 +158,31 @@
       }).observe(this.element);
     }
 
-    legend(names) {
+    legend(names, colours = names.map((_, index) => colour(index))) {
       return html("div", {class: "legend"}, names.map((name, index) => html(
-        "span", {}, html("i", {style: `background: ${colour(index)}`}), name,
+        "span", {}, html("i", {style: `background: ${colours[index]}`}), name,
       )));
     }
 
     // Horizontal bars. rows: [{name, parts: [number, ...], note}]; limit: a line, such as a device's memory.
     bars(rows, {names, limit, limitName = "", show = number, width = this.width}) {
-      const most = Math.max(...rows.map((row) => row.parts.reduce((sum, part) => sum + part, 0)), limit ?? 0) || 1;
-      const high = 34, across = (value) => (value / most) * (width - 8);
-      const top = limit === undefined ? 0 : 14;
+      const total = (row) => row.parts.reduce((sum, part) => sum + part, 0);
+      const most = Math.max(...rows.map(total), limit ?? 0) || 1;
+      // Where one is too long for a line, every row has its note on a second line.
+      const second = rows.every((row) => this.fits(`${row.name}: ${row.note ?? show(total(row))}`)) ? 0 : 13;
+      const high = 34 + second, across = (value) => (value / most) * (width - 8);
+      const top = limit === undefined ? 0 : 16;
       const drawing = svg("svg", {width, height: rows.length * high + top + 4, role: "img", "aria-label":
-        rows.map((row) => `${row.name}: ${show(row.parts.reduce((sum, part) => sum + part, 0))}`).join("; ")});
+        rows.map((row) => `${row.name}: ${show(total(row))}`).join("; ")});
       rows.forEach((row, line) => {
         let left = 0;
         const y = top + line * high;
-        const sum = row.parts.reduce((total, part) => total + part, 0);
-        drawing.append(svg("text", {x: 0, y: y + 10}, `${row.name}: ${row.note ?? show(sum)}`));
+        const note = row.note ?? show(total(row));
+        drawing.append(svg("text", {x: 0, y: y + 10}, second ? `${row.name}:` : `${row.name}: ${note}`));
+        if (second) drawing.append(svg("text", {x: 0, y: y + 10 + second}, note));
         row.parts.forEach((part, index) => {
           drawing.append(svg("rect", {
-            x: left, y: y + 15, width: Math.max(0, across(part)), height: 14, style: `fill: ${colour(index)}`,
+            x: left, y: y + 15 + second, width: Math.max(0, across(part)), height: 14, style: `fill: ${colour(index)}`,
           }, svg("title", {}, `${names[index]}: ${show(part)}`)));
           left += across(part);
         });
@@ -186,8 +199,9 @@
     }
 
     table(head, rows, chosen = -1) {
+      // With a class, the site's own style for tables and its frame around them leave it alone.
       return html(
-        "table", {},
+        "table", {class: "numbers"},
         html("thead", {}, html("tr", {}, head.map((cell) => html("th", {scope: "col"}, cell)))),
         html("tbody", {}, rows.map((row, index) => html(
           "tr", index === chosen ? {class: "chosen"} : {}, row.map((cell) => html("td", {}, cell)),

@@ -12,7 +12,7 @@ figure("kv_cache", (data, view, {bytes, number}) => {
         {names: ["keys and values"], show: bytes, ...(fits ? {limit: data.gpu.bytes, limitName: data.gpu.name} : {})},
       );
     },
-    () => `${number(tokens.value)} tokens in ${sequences.value} ${sequences.value === 1 ? "sequence" : "sequences"}: `
+    () => `${number(tokens.value)} ${tokens.value === 1 ? "token" : "tokens"} in ${sequences.value} ${sequences.value === 1 ? "sequence" : "sequences"}: `
       + `${bytes(sizes()[0])} with every head its own key, ${bytes(sizes()[1])} with groups, ${bytes(sizes()[2])} with one, ${bytes(sizes()[3])} as a latent.`,
   );
 });

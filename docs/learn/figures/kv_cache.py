@@ -32,13 +32,15 @@ def kinds(shape: ModelShape) -> dict[str, ModelShape]:
 
 def data() -> dict[str, Any]:
     """Bytes by model, format, tokens, sequences and kind."""
+    from docs.pictures.figures import usable  # it reads docs.generate, which reads this module
+
     shapes = {model: kinds(presets.model(model)) for model in MODELS}
 
     def sizes(model: str, width: float, tokens: int, sequences: int) -> list[float]:
         return [sequences * sequence_bytes(served(shape), tokens, width) for shape in shapes[model].values()]
 
     return {
-        "gpu": {"name": GPU, "bytes": presets.cluster("h100x1").device.memory_bytes},
+        "gpu": {"name": GPU, "bytes": usable() * GIB},
         "tokens": TOKENS,
         "sequences": SEQUENCES,
         "kinds": {model: list(each) for model, each in shapes.items()},

@@ -8,7 +8,10 @@ figure("linear_quantization", (data, view, {html}) => {
     return rest > 0.5 || (rest === 0.5 && low % 2 !== 0) ? low + 1 : low;
   };
   const show = (number) => String(Number(number.toPrecision(4)));
-  const read = () => list.value.trim().split(/[\s;]+/).map(Number);
+  // Spaces, semicolons, or a comma at the end of a number separate.
+  const read = () => list.value.split(/[\s;]+|,(?:\s+|$)/).filter((word) => word).map(Number);
+  // A product in fp32 that is off in its last bit has lost nothing.
+  const lost = (x, back) => Math.abs(x - back) < 1e-6 * Math.abs(x) ? 0 : Math.abs(x - back);
 
   // The reader's own list is computed here; the example's codes come from the package.
   function quantize(numbers) {
@@ -23,7 +26,7 @@ figure("linear_quantization", (data, view, {html}) => {
     const scale = (high - low) / most || 1, zero = even(-low / scale);
     return {scale, zero, codes: numbers.map((x) => Math.max(0, Math.min(most, even(x / scale) + zero)))};
   }
-  const wrong = () => read().some((x) => !Number.isFinite(x));
+  const wrong = () => !read().length || read().some((x) => !(Math.abs(x) < 1e30));
 
   view.draw(
     () => {
@@ -31,14 +34,14 @@ figure("linear_quantization", (data, view, {html}) => {
       const numbers = read(), {scale, zero, codes} = quantize(numbers);
       const rows = numbers.map((x, index) => {
         const back = scale * (codes[index] - zero);
-        return [show(x), show(x / scale), String(codes[index]), show(back), show(Math.abs(x - back))];
+        return [show(x), show(x / scale), String(codes[index]), show(back), show(lost(x, back))];
       });
       return view.table(["r", "r / S", "q = round(r / S) + Z", "S (q - Z)", "lost"], rows);
     },
     () => {
       if (wrong()) return "";
       const numbers = read(), {scale, zero, codes} = quantize(numbers);
-      const most = Math.max(...numbers.map((x, index) => Math.abs(x - scale * (codes[index] - zero))));
+      const most = Math.max(...numbers.map((x, index) => lost(x, scale * (codes[index] - zero))));
       const rule = method.value === "absmax"
         ? `S = max |r| / ${2 ** (bits.value - 1) - 1} = ${show(scale)}, Z = 0`
         : `S = (max - min) / ${2 ** bits.value - 1} = ${show(scale)}, Z = round(-min / S) = ${zero}`;

@@ -34,7 +34,7 @@ figure("number_formats", (data, view, {html}) => {
   }
 
   const show = (number) => Number.isFinite(number) ? String(Number(number.toPrecision(8))) : String(number);
-  const lost = (x, number) => Number.isFinite(number) && Number.isFinite(x) ? show(Math.abs(x - number)) : "no number";
+  const lost = (x, number) => Number.isFinite(number) && Number.isFinite(x) ? String(Number(Math.abs(x - number).toPrecision(4))) : "no number";
 
   function nf4(x, step) {
     const share = x / step;

@@ -5,11 +5,14 @@ figure("pipelines", (data, view, {svg, number}) => {
   const stages = view.slider({label: "v, stages per rank (interleaved)", values: [2, 3], value: 2});
   const virtual = () => data.stages[name.value].includes(stages.value) ? stages.value : data.stages[name.value][0];
   const run = () => data.schedules[name.value][`${ranks.value} ${batches.value} ${virtual()}`];
-  const colours = {F: "var(--c1)", B: "var(--c2)", BW: "var(--c2)", W: "var(--c4)"};
+  // Colours are those of the explorer and of the picture. Later stages of a rank are paler, so that a chunk is seen to come back.
+  const PALE = 0.5;
+  const colours = {F: "var(--c1)", B: "var(--c3)", BW: "var(--c3)", W: "var(--c5)"};
 
   view.draw(
     (width) => {
       const label = sentence();
+      stages.enable(data.stages[name.value].length > 1);
       if (!run()) return svg("svg", {width, height: 24, role: "img", "aria-label": label}, svg("text", {x: 0, y: 14}, "refused"));
       const high = 30, left = 46, scale = (width - left - 4) / run().total;
       const drawing = svg("svg", {width, height: ranks.value * high + 4, role: "img", "aria-label": label});
@@ -19,15 +22,18 @@ figure("pipelines", (data, view, {svg, number}) => {
           const x = left + start * scale, wide = length * scale;
           drawing.append(svg("rect", {
             x, y: rank * high + 3, width: Math.max(0.5, wide - 0.8), height: high - 8, style: `fill: ${colours[kind]}`,
-            // Later stages of a rank are lighter, so that a chunk is seen to come back.
-            "fill-opacity": stage >= ranks.value ? 0.65 : 1,
+            "fill-opacity": stage >= ranks.value ? PALE : 1,
           }, svg("title", {}, `${kind} of stage ${stage}, micro-batch ${micro}`)));
-          if (wide > 13) {
-            drawing.append(svg("text", {x: x + wide / 2, y: rank * high + 18, class: "on", "text-anchor": "middle"}, micro));
+          if (wide > 3 + 7 * String(micro).length) {
+            const shade = stage >= ranks.value ? undefined : "on";
+            drawing.append(svg("text", {x: x + wide / 2, y: rank * high + 18, class: shade, "text-anchor": "middle"}, micro));
           }
         }
       });
-      return drawing;
+      return [drawing, view.legend(
+        ["F", "B or BW", "W", "paler: a later stage of the rank"],
+        [colours.F, colours.B, colours.W, "color-mix(in srgb, var(--ink) 30%, transparent)"],
+      )];
     },
     () => sentence(),
   );
@@ -37,6 +43,6 @@ figure("pipelines", (data, view, {svg, number}) => {
     if (!run()) return `${what} is refused: the schedule needs other numbers of micro-batches.`;
     const {bubble, kept} = run();
     return `${what}: bubble ${number(100 * bubble)} % of the work. A rank keeps at most ${number(Math.max(...kept))} `
-      + `micro-batches. Blue is F, orange B or BW, purple W.`;
+      + `micro-batches.`;
   }
 });

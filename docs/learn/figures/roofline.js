@@ -11,17 +11,23 @@ figure("roofline", (data, view, {svg, number}) => {
 
   view.draw(
     (width) => {
-      const high = 230, left = 8, bottom = 34, lowest = 1e11, highest = 1e16;
+      const high = 240, left = 8, top = 18, bottom = 34, lowest = 1e11, highest = 1e16;
       const label = sentence();
       const drawing = svg("svg", {width, height: high, role: "img", "aria-label": label});
       if (!roof()) return svg("svg", {width, height: 24, role: "img", "aria-label": label}, svg("text", {x: 0, y: 14}, "no such products"));
       const x = (value) => left + (width - 2 * left) * Math.log(value / edges[0]) / Math.log(edges[1] / edges[0]);
-      const y = (value) => (high - bottom) * (1 - Math.log(value / lowest) / Math.log(highest / lowest));
+      const y = (value) => top + (high - top - bottom) * (1 - Math.log(value / lowest) / Math.log(highest / lowest));
       const [, , intensity, computing, moving] = product();
       for (const mark of [1, 16, 256, 4096]) {
         drawing.append(
           svg("line", {x1: x(mark), x2: x(mark), y1: 0, y2: high - bottom, style: "stroke: var(--faint)", "stroke-dasharray": "2 4"}),
           svg("text", {x: x(mark), y: high - bottom + 13, class: "faint", "text-anchor": "middle"}, number(mark)),
+        );
+      }
+      for (const mark of [1e12, 1e13, 1e14, 1e15]) {
+        drawing.append(
+          svg("line", {x1: left, x2: width - left, y1: y(mark), y2: y(mark), class: "rule"}),
+          svg("text", {x: left, y: y(mark) - 3, class: "faint"}, mark === 1e15 ? tera(mark) : number(mark / 1e12)),
         );
       }
       drawing.append(svg("text", {x: width - left, y: high - 4, class: "faint", "text-anchor": "end"}, "FLOP per byte"));

@@ -1,7 +1,7 @@
 figure("serving", (data, view, {svg, html}) => {
-  const step = view.steps({label: "step", count: () => data.steps.length - 1, milliseconds: 500});
-  // Six colours for ten requests: the second round is paler.
-  const fill = (request) => `fill: var(--c${(request % 6) + 1})${request >= 6 ? "; opacity: .55" : ""}`;
+  const step = view.steps({label: "step", count: () => data.steps.length - 1, value: 4, milliseconds: 500});
+  // Five colours for ten requests: the second round is paler. The sixth colour is grey, which means something else here.
+  const fill = (request) => `fill: var(--c${(request % 5) + 1})${request >= 5 ? "; opacity: .55" : ""}`;
 
   const grid = (count, width, cellOf, label) => {
     const size = 30, columns = Math.max(1, Math.floor(width / size));
@@ -38,7 +38,7 @@ figure("serving", (data, view, {svg, html}) => {
       const slots = grid(data.host, width, (index) => saved.has(index) ? [{...stale, title: "content of a block"}] : [],
         `${host.length} of ${data.host} slots of host memory are used`);
       const named = ([request, number]) => `${request + 1}${number ? `, ${data.kinds[request] === "beams" ? "beam" : "answer"} ${number + 1}` : ""}`;
-      const table = html("table", {}, html("thead", {}, html("tr", {}, ["request", "state", "positions", "block table"].map(
+      const table = html("table", {class: "words"}, html("thead", {}, html("tr", {}, ["request", "state", "positions", "block table"].map(
         (cell) => html("th", {scope: "col"}, cell)))), html("tbody", {}, rows.map((row) => html("tr", {},
         html("td", {}, svg("svg", {width: 12, height: 11, style: "display: inline-block; margin-right: .3em"}, svg("rect", {width: 10, height: 10, style: fill(row[0])})), named(row)),
         html("td", {}, row[2]), html("td", {}, String(row[3] || "")), html("td", {style: "white-space: normal"}, row[4].join(" "))))));
@@ -49,7 +49,7 @@ figure("serving", (data, view, {svg, html}) => {
       const {cells, rows, moves, hits, preempted} = data.steps[step.value];
       const shared = Object.values(cells).filter((cell) => cell.holders > 1).length;
       const words = [`${Object.keys(cells).length} of ${data.blocks} blocks are held, ${shared} of them by more than one sequence; `
-        + `${rows.filter((row) => row[2] === "waits" || row[2] === "preempted").length} wait.`];
+        + `${rows.filter((row) => row[2] === "waits" || row[2] === "preempted").length} waiting.`];
       if (hits) words.push(`${hits} tokens were in the cache.`);
       for (const request of preempted) words.push(`Request ${request + 1} is preempted: its blocks are needed.`);
       const count = (kind) => moves.filter((move) => move[0] === kind).length;

@@ -62,6 +62,13 @@ def test_a_field_that_no_search_varies_is_set_by_layout(capsys: pytest.CaptureFi
     assert stored["selective"] / stored["none"] == pytest.approx(42 / (42 + 5 * 96 * 2048 / 12288), abs=0.02)
 
 
+@pytest.mark.parametrize("choice", ["kernels=reference", "overlap=off", "compile=off"])
+def test_a_choice_of_this_engine_is_refused_for_another(choice: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It changes nothing there, so an answer would be that of the layout without it."""
+    code, _, error = call(capsys, *SMALL, "--for", "megatron-lm", "--layout", f"tp=2 {choice}")
+    assert code == 2 and "is a choice of Meshwright's engine, not of megatron-lm: leave it out" in error
+
+
 def test_one_layout_has_one_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ONE, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

@@ -34,14 +34,20 @@ CARRIED = ("kernels", "compile", "context", "context_split", "overlap")
 Fixed = dict[str, tuple[Any, ...]]
 
 
-def carried_layout(asked: Plan, texts: Sequence[str]) -> tuple[Plan, list[str]]:
-    """Return the plan with the fields that no search varies (`kernels=reference`), and the remaining words."""
+def carried_layout(asked: Plan, texts: Sequence[str], stack: str = "") -> tuple[Plan, list[str]]:
+    """Return the plan with the fields that no search varies (`kernels=reference`), and the remaining words.
+
+    Raises ArgumentError for a choice of this package's engine where another `stack` trains.
+    """
     changes: dict[str, Any] = {}
     searched: list[str] = []
     for word in re.sub(r"\([^)]*\)", " ", " ".join(texts)).replace(",", " ").split():
         key, equals, text = word.removeprefix("layout.").partition("=")
         if key in CARRIED and equals:
             check_word(key, text)
+            if stack and key in ("kernels", "compile", "overlap"):
+                rule = f"is a choice of Meshwright's engine, not of {stack}"
+                raise ArgumentError("layout", word, rule, "leave it out")
             changes[key] = text
         else:
             searched.append(word)

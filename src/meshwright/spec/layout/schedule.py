@@ -140,8 +140,8 @@ KINDS: Mapping[str, ScheduleKind] = {
         splits="all",
         title="Zero bubble V",
         meaning="Two stages a rank, placed like a V: the last stage is beside the first, so gradients return at once.",
-        formula="no bubble from 2p - 1 micro-batches on, where F, B and W take equally long",
-        source="Qi et al. 2024, arXiv:2405.15362",
+        formula="bubble (p - 1) / (6 m) from 2p - 1 micro-batches on, where F, B and W take equally long",
+        source="Qi et al. 2023, arXiv:2401.10241, section 6",
     ),
     "dualpipe-v": ScheduleKind(
         # The eight steps of github.com/deepseek-ai/DualPipe; where it overlaps F with BW, they follow one another. Of

@@ -213,7 +213,7 @@ def plan(
     if isinstance(layout, Layout):
         layout = {name: getattr(layout, name) for name in SEARCHED}
     words = section_words(layout)
-    asked, searched = carried_layout(asked, words)
+    asked, searched = carried_layout(asked, words, stack)
     fixed_degrees = fixed_layout(asked, searched)
     software, fixed = chosen_software(stack), fixed_degrees
     if software is not None:
