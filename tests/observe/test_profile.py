@@ -123,8 +123,8 @@ def test_allocator_and_watch_agree(profiles: dict[str, Profile], name: str) -> N
     for rank in profiles[name].ranks:
         assert rank.account.peak_bytes > 0
         late = rank.seen.peak_bytes - rank.account.peak_bytes
-        # On a loaded machine either hears of some releases late, because Gloo's threads hold tensors a little longer. In
-        # 3 of 12 runs of zero 3 the watch's peak was 20 to 66 KB higher, in another it was 71 KB lower.
+        # On a loaded machine either hears of some releases late, because Gloo's threads hold tensors a bit longer.
+        # In 3 of 12 runs of zero 3 the watch's peak was 20 to 66 KB higher, in another it was 71 KB lower.
         assert -max(0.05 * rank.account.peak_bytes, 2**17) <= late <= 2**17
         assert sum(rank.seen.kinds.values()) == rank.seen.peak_bytes
         assert rank.account.reserved_bytes > rank.account.peak_bytes
