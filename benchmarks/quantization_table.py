@@ -252,9 +252,9 @@ def main() -> None:
     print(f"logits of a sample alone and among others differ by at most {figures['neighbours']:g} (calibrated columns)")
     rows = figures["perplexity"]
     assert isinstance(rows, dict)
-    print("\nstrength " + "".join(f"{name:>24}" for name in next(iter(rows.values()))))
-    for scale, row in rows.items():
-        print(f"{scale:>8} " + "".join(f"{value:>24.4f}" for value in row.values()))
+    print(f"\n{'perplexity, by strength of outliers':38}" + "".join(f"{scale:>12}" for scale in rows))
+    for name in next(iter(rows.values())):
+        print(f"{name:38}" + "".join(f"{row[name]:>12.4f}" for row in rows.values()))
     for scale, fact in figures["facts"].items():  # type: ignore[attr-defined]  # as `table` makes it
         print(
             f"strength {scale}: {100 * fact['columns']:.2f} % of columns in 16 bit; logits by neighbours: calibrated "

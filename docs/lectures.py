@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "lectures.md"
 ROW = re.compile(r"^\| (?P<topic>.+?) \| (?P<state>.+?) \| `(?P<command>[^`]+)` \| (?P<files>.+) \|$", re.MULTILINE)
 WORKS, FAILS = "works", "partly: its command fails"
-SHORT = {"steps": 2, "global_batch": 8, "eval_sequences": 8}
+SHORT = {"steps": 2, "global_batch": 8, "sequence": 64, "eval_sequences": 8}
 """Keys of the recipe of a short training. A command's own keys are kept."""
-MINUTES = ("make ", "python -m benchmarks.", "python -m pytest")
+MINUTES = ("make ", "python -m benchmarks.", "python -m docs.")
 """Beginnings of commands that take minutes, or are part of the test suite."""
 TRAINING = ("train", "tune", "profile", "distill")
 LIMIT_S = 1800

@@ -109,10 +109,12 @@ def distillation_words(words: Sequence[Any], teacher: str, student: str) -> list
         return [*added, f"model={student}"]
     folder = folder_of(Path(theirs).expanduser())
     if not theirs or not folder.is_dir():
+        is_preset = "/" not in theirs
+        lack = "has no weights" if is_preset or Path(theirs).expanduser().exists() else "does not exist"
         raise ArgumentError(
             "student",
             student,
-            f"takes layers of a teacher, and {argument('teacher', theirs or '(nothing)')} has no weights",
+            f"takes layers of a teacher, and {argument('teacher', theirs or '(nothing)')} {lack}",
             "give a Hugging Face folder or a run",
         )
     # Check the words before making the student: except for its layers, it has the shape of the teacher.
