@@ -20,7 +20,7 @@ COMMANDS = sorted({row.command for row in lectures.rows(PAGE)})
 LAUNCHED = re.compile(r"(?:torchrun --nproc_per_node (\d+) -m )?meshwright (?:train|profile) (.*)")
 MADE = {"hf_folder", "chat.jsonl", "asked.jsonl", "answers.jsonl", "plan.yaml", "runs/teacher", "RUN", "OUT"}
 """Files and folders that commands read or write; the page says how to make them."""
-VERBS = ("plan", "explore", "quantize", "distill", "tune")
+VERBS = ("plan", "explore", "quantize", "distill", "tune", "dryrun")
 """Others than `train` and `profile`; tests/test_docs.py parses their words and runs the plans."""
 
 
@@ -32,7 +32,9 @@ def test_a_training_command_has_a_plan_for_as_many_processes(
     Path("plan.yaml").write_text(commented())
     match = LAUNCHED.fullmatch(command)
     assert match is not None
-    processes = int(match[1] or 1)
+    # `profile` starts as many processes as its plan has.
+    starts_two = "meshwright profile" in command and re.search(r"layout\.(dp_shard|tp|cp|pp)=2 ", command)
+    processes = 2 if starts_two else int(match[1] or 1)
     plan, _ = read_plan(shlex.split(match[2]), {}, processes=processes)
     plan.check()
     assert not world_violation(plan, processes, 1)
