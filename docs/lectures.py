@@ -1,7 +1,7 @@
 """Runs the commands of docs/lectures.md, and writes into each row whether its command works.
 
-    python -m docs.lectures              # as they stand on the page: about an hour and a half
-    python -m docs.lectures --short      # trainings take two small steps; benchmarks, tests and targets are left out
+    python -m docs.lectures              # as they stand on the page: a training takes minutes
+    python -m docs.lectures --short      # two small steps; without benchmarks, pictures and make targets
     python -m docs.lectures --only BC    # rows of sections B and C
 
 The first word of a row's state is "works" or "partly". A row whose command fails becomes "partly: its command fails",
@@ -30,6 +30,7 @@ MINUTES = ("make ", "python -m benchmarks.", "python -m docs.")
 """Beginnings of commands that take minutes, or are part of the test suite."""
 TRAINING = ("train", "tune", "profile", "distill")
 LIMIT_S = 1800
+"""A command that takes longer has failed."""
 CHAT = '{"messages": [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Blue."}]}\n'
 PROMPT = '{"prompt": "def main"}\n'
 
@@ -39,7 +40,6 @@ class Row:
     """A topic of the lectures."""
 
     section: str
-    topic: str
     state: str
     command: str
 
@@ -57,7 +57,7 @@ def rows(page: str) -> list[Row]:
     """Return every row of the page, in its order."""
     sections = re.split(r"^## ([A-E])\. ", page, flags=re.MULTILINE)
     return [
-        Row(letter, match["topic"], match["state"], match["command"])
+        Row(letter, match["state"], match["command"])
         for letter, text in zip(sections[1::2], sections[2::2], strict=True)
         for match in ROW.finditer(text)
     ]

@@ -91,6 +91,7 @@ def test_the_verb_trains_and_goes_on(
     [
         ("", "llama-tiny", "distill learns from a teacher: give teacher=DIR"),
         ("llama-10m", "teacher:layers=2", "has no weights: give a Hugging Face folder or a run"),
+        ("runs/none", "teacher:layers=2", "does not exist: give a Hugging Face folder or a run"),
         ("llama-10m", "teacher:half", "write teacher:layers=N"),
     ],
 )

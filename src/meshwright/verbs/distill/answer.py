@@ -109,8 +109,8 @@ def distillation_words(words: Sequence[Any], teacher: str, student: str) -> list
         return [*added, f"model={student}"]
     folder = folder_of(Path(theirs).expanduser())
     if not theirs or not folder.is_dir():
-        is_preset = "/" not in theirs
-        lack = "has no weights" if is_preset or Path(theirs).expanduser().exists() else "does not exist"
+        is_missing = "/" in theirs and not Path(theirs).expanduser().exists()  # without a slash it may be a preset
+        lack = "does not exist" if is_missing else "has no weights"
         raise ArgumentError(
             "student",
             student,
