@@ -10,13 +10,14 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "meshwright"
 
 TENSORS = {"spec", "compat"}
 MODEL = TENSORS | {"kernels", "model", "parallel", "formats"}
-STORE = MODEL | {"data", "planfile", "store"}
+STORE = MODEL | {"remote", "data", "planfile", "store"}
 TRAINING = STORE | {"training"}
 BELOW: dict[str, set[str]] = {
     "spec": set(),
     "compat": set(),
+    "remote": {"spec"},
     "planfile": {"spec"},
-    "data": {"spec"},
+    "data": {"spec", "remote"},
     "planner": {"spec"},
     "stacks": {"spec", "planner"},
     "kernels": TENSORS,

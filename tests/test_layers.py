@@ -26,6 +26,7 @@ LIBRARIES: dict[str, set[str]] = {
     "spec": set(),
     "planner": set(),
     "stacks": {"yaml"},
+    "remote": {"fsspec"},
     "planfile": {"pydantic", "yaml"},
     "data": {"jinja2", "numpy", "tokenizers", "pyarrow", "datasets"},
     "kernels": {"torch", "triton"},

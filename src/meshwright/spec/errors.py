@@ -8,6 +8,7 @@ MeshwrightError                 2
 │   └── MalformedRowError       a row that is malformed under any tokenizer and template
 ├── CheckpointError             missing, foreign or newer checkpoint
 │   └── DamagedCheckpoint       incomplete: skipped when Meshwright chooses, refused when the user named it
+├── StoreError                  an object store, or another file system behind a URL
 ├── HubError                    a Hugging Face directory that cannot be read or written
 ├── RunError                    a run folder that is taken, missing or damaged
 │   └── NonFiniteLoss           the loss or the gradient is not a number any more
@@ -124,6 +125,10 @@ class CheckpointError(MeshwrightError):
 
 class DamagedCheckpoint(CheckpointError):
     """A checkpoint that differs from what was committed: a file missing, truncated or changed, or no COMMIT."""
+
+
+class StoreError(MeshwrightError):
+    """A file system behind a URL that cannot be reached, read or written."""
 
 
 class HubError(MeshwrightError):

@@ -1,0 +1,1 @@
+"""Files behind URLs: object stores, the Hugging Face Hub, memory. Through fsspec."""
