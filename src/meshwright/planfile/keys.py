@@ -20,7 +20,7 @@ from meshwright.spec.presets import find_nearest
 
 SHORTHAND = {
     "model": "preset", "teacher": "preset", "data": "path", "cluster": "preset", "cluster.device": "preset",
-    "model.lora": "rank",
+    "model.lora": "rank", "store": "url",
 }  # fmt: skip
 """Section that may be a single word -> the key that the word sets."""
 STARTS_FROM = ("model", "teacher", "cluster", "cluster.device")
@@ -407,6 +407,7 @@ def _is_name(key: str, value: str) -> bool:
         key in PATH_KEYWORDS
         and bool(value)
         and value not in PATH_KEYWORDS[key]
+        and "://" not in value
         and not value.startswith(PATH_PREFIXES.get(key, ("\0",)))
     )
 

@@ -119,6 +119,12 @@ class Location:
             stream: IO[bytes] = self.filesystem.open(self.path, "rb")
             return stream
 
+    def create_file(self, part_bytes: int) -> IO[bytes]:
+        """Open a file for writing, which appears when it is closed. `part_bytes`: sent at once, at least 5 MiB."""
+        with self.reporting():
+            stream: IO[bytes] = self.filesystem.open(self.path, "wb", block_size=part_bytes)
+            return stream
+
     def upload(self, source: Path) -> None:
         """Copy a local file here. The library sends large files in parts."""
         with self.reporting():
@@ -190,18 +196,21 @@ def _reporting(url: str) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except Exception as error:  # each library has classes of its own, and some raise plain exceptions
-        raise StoreError(f"{printable(url)}: {_explain(url, error)}") from error
+        reason, may_pass = _explain(url, error)
+        failure = StoreError(f"{printable(url)}: {reason}")
+        failure.may_pass = may_pass
+        raise failure from error
 
 
-def _explain(url: str, error: Exception) -> str:
-    """Return what is wrong and what to do, in one line."""
+def _explain(url: str, error: Exception) -> tuple[str, bool]:
+    """Return what is wrong and what to do, in one line, and whether another attempt may succeed."""
     classes = {kind.__name__ for cause in (error, error.__cause__, error.__context__) for kind in type(cause).__mro__}
     words = printable((str(error).strip().splitlines() or [type(error).__name__])[0])[:200]
     remedy = REMEDIES.get(EXTRAS.get(scheme(url), ""), "check the credentials")
     if classes & NO_CREDENTIALS:
-        return f"no credentials: {remedy}"
+        return f"no credentials: {remedy}", False
     if isinstance(error, PermissionError):
-        return f"not allowed ({words}): give these credentials the right, or take others"
+        return f"not allowed ({words}): give these credentials the right, or take others", False
     if isinstance(error, TimeoutError | ConnectionError) or "EndpointConnectionError" in classes:
-        return f"cannot be reached ({words}): check the network and the address"
-    return f"{words}: fix that, or name another URL"
+        return f"cannot be reached ({words}): check the network and the address", True
+    return f"{words}: fix that, or name another URL", True

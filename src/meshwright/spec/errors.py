@@ -130,6 +130,9 @@ class DamagedCheckpoint(CheckpointError):
 class StoreError(MeshwrightError):
     """A file system behind a URL that cannot be reached, read or written."""
 
+    may_pass = True
+    """False: another attempt would fail, too."""
+
 
 class HubError(MeshwrightError):
     """A Hugging Face directory that cannot be read or written."""

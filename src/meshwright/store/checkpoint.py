@@ -116,6 +116,7 @@ def save(
     values: Mapping[str, Json],
     score: float | None,
     keep_last: int,
+    uploading: Callable[[], int | None] = lambda: None,
     group: dist.ProcessGroup | None = None,
     check: Callable[[], None] | None = None,
 ) -> Path:
@@ -128,6 +129,7 @@ def save(
 
     Args:
         values: JSON state; rank 0's is written.
+        uploading: Tells the step of an earlier checkpoint that must not be removed yet.
         check: Called before each tensor is written. An exception ends the save on all ranks.
 
     Raises:
@@ -162,14 +164,19 @@ def save(
         failure.reported_elsewhere = _rank(group) > 0
         raise failure from None
     if _rank(group) == 0:
-        checkpoint_folder.remove_surplus(folder, step, keep_last)
+        checkpoint_folder.remove_surplus(folder, step, keep_last, uploading())
     return target
 
 
 def find_newest_whole(
-    candidates: Sequence[Path], group: dist.ProcessGroup | None = None, begun: Callable[[], None] = lambda: None
+    candidates: Sequence[Path],
+    group: dist.ProcessGroup | None = None,
+    begun: Callable[[], None] = lambda: None,
+    repair: Callable[[Path], bool] = lambda path: False,
 ) -> Path | None:
     """Return the first candidate whose bytes match its COMMIT. Log a warning for each damaged one before it.
+
+    `repair` may replace a damaged candidate, on all ranks together, and returns whether it did.
 
     Returns None without candidates. Raises CheckpointError when all are damaged or one is of a newer version.
     """
@@ -178,8 +185,11 @@ def find_newest_whole(
         try:
             verify(path, group, begun)
         except DamagedCheckpoint as error:
-            damaged.append(error)
-            continue
+            if not repair(path):
+                damaged.append(error)
+                continue
+            # What was fetched has been compared with its hashes on the way.
+            log.warning("replaced from the store: %s", error)
         # Only now is it certain that an older one is used instead.
         for damage in damaged if _rank(group) == 0 else ():
             log.warning("passed over: %s", damage)
@@ -216,7 +226,7 @@ def verify(
         checkpoint_folder.check_hashes(checkpoint, commit.files[_rank(group) :: _world(group)], begun)
         return commit
 
-    return _agree(read_and_hash, group)
+    return agree(read_and_hash, group)
 
 
 def load(
@@ -240,12 +250,12 @@ def load(
         DamagedCheckpoint: A file differs from COMMIT.
         CheckpointError: The checkpoint is of another model or of a newer version.
     """
-    commit = _agree(lambda: checkpoint_folder.read_commit(checkpoint), group) if verified else verify(checkpoint, group)
+    commit = agree(lambda: checkpoint_folder.read_commit(checkpoint), group) if verified else verify(checkpoint, group)
     reader = Reader(checkpoint)
     # Every rank checks before any rank writes into a tensor: a load changes all tensors or none.
-    saved = _agree(reader.kinds, group)
+    saved = agree(reader.kinds, group)
     everyone = union_of_names(_drop_random(tensors), group) if _distributed() else set(tensors)
-    _agree(lambda: _check_same(checkpoint, tensors, saved, set(saved) if subset else everyone), group)
+    agree(lambda: _check_same(checkpoint, tensors, saved, set(saved) if subset else everyone), group)
     wanted = {name: tensor for name, tensor in tensors.items() if saved.get(name) == _kind(tensor)}
     reader.fill(wanted, group, alone=not _distributed())
     return _decode_state(checkpoint, commit)
@@ -375,7 +385,7 @@ def _world(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if _distributed() else 1
 
 
-def _agree(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+def agree(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Run `work` on every rank. If one rank raises CheckpointError, all raise it, so that none hangs later."""
     answers: list[T] = []
     refusal: CheckpointError | None = None

@@ -66,7 +66,7 @@ def record_file(path: Path) -> FileRecord:
 
 def write_commit(folder: Path, commit: Commit) -> None:
     """Write COMMIT durably. Every other file must be on disk already."""
-    write_file(folder / COMMIT, _encode_commit(commit))
+    write_file(folder / COMMIT, encode_commit(commit))
 
 
 def read_commit(folder: Path) -> Commit:
@@ -82,7 +82,7 @@ def read_commit(folder: Path) -> Commit:
         raise CheckpointError(f"checkpoint {folder} does not exist; take another one") from None
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder} cannot be read: {error.strerror}") from None
-    return _decode_commit(folder, raw)
+    return decode_commit(str(folder), raw)
 
 
 def check_sizes(folder: Path, commit: Commit) -> None:
@@ -128,13 +128,13 @@ def _difference(folder: Path, file: FileRecord) -> str:
     return "" if same else f"{file.name} is damaged or tampered with: its hash differs from the one in {COMMIT}"
 
 
-def _report_damage(folder: Path, what: str) -> DamagedCheckpoint:
+def _report_damage(folder: Path | str, what: str) -> DamagedCheckpoint:
     """Build the error. The caller, who knows the alternatives, adds the remedy."""
     return DamagedCheckpoint(f"checkpoint {folder}: {what}")
 
 
-def _encode_commit(commit: Commit) -> bytes:
-    """Encode canonically, so that `_decode_commit` can compare byte for byte."""
+def encode_commit(commit: Commit) -> bytes:
+    """Encode canonically, so that `decode_commit` can compare byte for byte."""
     body = {
         "format": COMMIT_FORMAT,
         "step": commit.step,
@@ -144,7 +144,8 @@ def _encode_commit(commit: Commit) -> bytes:
     return _canonical_json({**body, "sha256": new_hash(_canonical_json(body)).hexdigest()})
 
 
-def _decode_commit(folder: Path, raw: bytes) -> Commit:
+def decode_commit(folder: str, raw: bytes) -> Commit:
+    """Check and decode COMMIT. `folder`: the checkpoint's name in messages. Raises as `read_commit` does."""
     try:
         body = json.loads(raw)
         # A newer format is refused before its hash, which may be computed otherwise.
@@ -161,7 +162,7 @@ def _decode_commit(folder: Path, raw: bytes) -> Commit:
         # Encoded again, every byte must be the same, the hash included.
         # The hash proves that nothing changed, not that the author is trustworthy: types and names are checked, too.
         sound = (
-            _encode_commit(commit) == raw
+            encode_commit(commit) == raw
             and type(commit.step) is int
             and (commit.score is None or isinstance(commit.score, float | int))
             and all(type(f.size_bytes) is int and isinstance(f.sha256, str) for f in files)
@@ -289,18 +290,20 @@ def publish(saving: Path, target: Path) -> None:
         _delete(old)
 
 
-def remove_surplus(folder: Path, step: int, keep_last: int) -> None:
+def remove_surplus(folder: Path, step: int, keep_last: int, uploading: int | None = None) -> None:
     """Apply retention after saving `step`: keep the newest `keep_last` and the best, remove all others.
 
     Later steps are removed too: they belong to training that was abandoned by resuming from before them. Broken
     checkpoints remain, since nothing is known about them. A failed removal is logged, not raised.
+
+    `uploading`: step of a checkpoint that is on its way to a store, and remains until the next call.
     """
     sound = [saved for saved in list_checkpoints(folder) if not saved.problem]
     # The best one is kept beside the newest, and none of an abandoned future.
     current = [saved for saved in sound if saved.step <= step]
     retained = [*current[-max(1, keep_last) :], _best(current)]
     for saved in sound:
-        if saved not in retained:
+        if saved not in retained and saved.step != uploading:
             try:
                 _delete(_hide(saved.path))
             except OSError as error:

@@ -18,19 +18,23 @@ from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from meshwright import compat
-from meshwright.parallel.groups.group import Group
+from meshwright.parallel.groups.group import Group, broadcast_object
 from meshwright.spec.errors import CheckpointError, MeshwrightError
 from meshwright.spec.weights.boxes import Box
 from meshwright.store import checkpoint
 from meshwright.store.checkpoint_files import ONE_PROCESS
+
+if TYPE_CHECKING:
+    from meshwright.store.mirror import Mirror
 
 
 class Piece(Tensor):
@@ -165,6 +169,7 @@ class Saver:
         group: A group of all ranks used for nothing else (`mesh.saving_group`). None = write at once.
         saved: Called with (step, path) after each commit, by the thread that calls the methods.
         begun: Called before each tensor is written, by the threads that write.
+        mirror: Uploads what was saved. None = checkpoints stay in `folder`.
     """
 
     def __init__(
@@ -175,8 +180,10 @@ class Saver:
         group: Group | None,
         saved: Callable[[int, Path], None],
         begun: Callable[[], None] = lambda: None,
+        mirror: "Mirror | None" = None,
     ) -> None:
         self.folder, self.keep_last, self.group, self.saved, self.begun = folder, keep_last, group, saved, begun
+        self.mirror = mirror
         self.blocked_s = 0.0
         """Seconds that callers have waited, for copies, writes and earlier saves."""
         self._staging = Staging()
@@ -203,7 +210,7 @@ class Saver:
         self._join()
         flight = _Flight(step, self.begun)
         write = partial(
-            checkpoint.save, self.folder, step=step, values=values, score=score, keep_last=self.keep_last,
+            self._write, last=last, step=step, values=values, score=score, keep_last=self.keep_last,
             group=None if self.group is None else self.group.process_group, check=flight.check,
         )  # fmt: skip
         if self.group is None or last:
@@ -215,6 +222,19 @@ class Saver:
         if self.group is None or last:
             self._join()
         self.blocked_s += time.perf_counter() - started
+
+    def _write(self, *, last: bool, step: int, group: dist.ProcessGroup | None, **settings: Any) -> Path:
+        """Save, then begin the upload that rank 0 decides on. All ranks call this, perhaps in their threads."""
+        mirror = self.mirror
+        if mirror is None:
+            return checkpoint.save(self.folder, step=step, group=group, **settings)
+        path = checkpoint.save(self.folder, step=step, group=group, uploading=lambda: mirror.step, **settings)
+        name = mirror.choose(step, last=last) if mirror.rank == 0 else ""
+        if mirror.writers > 1:
+            name = broadcast_object(0, name, group)
+        if name:
+            mirror.begin(step, path, name)
+        return path
 
     def failed(self) -> bool:
         """Return whether the save in flight has failed on this rank. Reports it to `saved` if it succeeded."""
@@ -256,11 +276,18 @@ class Saver:
     ) -> None:
         if kind is None:
             self.wait()
+            if self.mirror is not None:
+                self.mirror.close()
             return
         if self._flight is not None and not issubclass(kind, Exception):
             self._flight.ended.set()  # second Ctrl-C: abandon the save now
         # After an error that all ranks share the save can end; after any other a rank may be dead.
-        self.settle(None if issubclass(kind, MeshwrightError | KeyboardInterrupt) else GRACE_S)
+        is_shared = issubclass(kind, MeshwrightError | KeyboardInterrupt)
+        self.settle(None if is_shared else GRACE_S)
+        if self.mirror is not None:
+            if is_shared:
+                self.mirror.wait()
+            self.mirror.abandon(GRACE_S)
 
     def _assigned_tensors(self, tensors: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
         """Return the tensors that this rank writes. Of identical pieces on several ranks, one rank writes."""

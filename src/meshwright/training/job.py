@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,12 +22,12 @@ from meshwright.parallel.groups.mesh import saving_group
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.pipeline.pass_graphs import check_device
 from meshwright.spec import Plan
-from meshwright.spec.errors import CheckpointError, PlanError, argument
+from meshwright.spec.errors import CheckpointError, PlanError, StoreError, argument
 from meshwright.spec.recipe.recipe import UNREAD, DataRead
 from meshwright.store import checkpoint, checkpoint_folder
 from meshwright.store.default_folders import drop_unbegun, explain_new_run, find_begun_run, settle_run
 from meshwright.store.model_weights import base_fingerprint
-from meshwright.store.run_folder import RunFolder
+from meshwright.store.run_folder import RunFolder, RunLock
 from meshwright.training import device as devices
 from meshwright.training.fits import check_fits, check_space
 from meshwright.training.objectives.reference import holds_weights_only
@@ -36,6 +36,9 @@ from meshwright.training.optimizer.precision import DTYPES
 from meshwright.training.step.interrupt import Interrupt
 from meshwright.training.step.state import DATA_KEYS, STATE_KEYS, TEXT, check_weights, keep_extra_files, mixture_weights
 from meshwright.training.step.watch import Forecast
+
+if TYPE_CHECKING:
+    from meshwright.store.mirror import StoredRun
 
 MEASURED_ROWS = 256
 """Rows whose documents are measured at the start."""
@@ -52,13 +55,23 @@ def check_resume(plan: Plan, resume: str) -> None:
     if resume == "no":
         RunFolder(path=Path(plan.run), plan=plan).refuse_taken()
     checkpoint_folder.check_resume(resume)
+    is_stored = _check_store(plan, resume)
     # Only a run that begins reads first weights; adapters need their base every time.
     fresh = resume == "no" or (
-        resume == "auto" and not checkpoint_folder.list_checkpoints(Path(plan.run) / "checkpoints")
+        resume == "auto" and not is_stored and not checkpoint_folder.list_checkpoints(Path(plan.run) / "checkpoints")
     )
     if fresh or plan.model.lora is not None:
         check_weights(plan)
     check_teacher(plan)
+
+
+def _check_store(plan: Plan, resume: str) -> bool:
+    """Return whether the plan's store holds checkpoints. It is refused here if it cannot be used."""
+    if not plan.store.url:
+        return False
+    from meshwright.store.mirror import check_store
+
+    return check_store(plan.store, resume)
 
 
 def check_resumed(plan: Plan, corpus: Corpus, checkpoint_path: Path) -> None:
@@ -261,6 +274,7 @@ def open_run_folder(job: Job, corpus: Corpus) -> Iterator[RunFolder]:
         if job.plan.run != planned_run and job.rank_zero.is_here:
             # A folder that was just chosen goes away again if no run starts in it.
             stack.push(lambda kind, error, trace: drop_unbegun(path) if kind else None)
+        fetch_newest(job, path)
         created = job.rank_zero.run(lambda: _create_folder(job, path, corpus))
         yield stack.enter_context(created) if created is not None else RunFolder(path=path, plan=job.plan)
 
@@ -270,6 +284,68 @@ def _create_folder(job: Job, path: Path, corpus: Corpus) -> RunFolder:
     if job.resume in ("no", "auto") and not checkpoint_folder.list_checkpoints(folder.checkpoints):
         keep_extra_files(job.plan, path, corpus.tokenizer)
     return folder
+
+
+def fetch_newest(job: Job, run: Path) -> None:
+    """Bring the newest checkpoint of the plan's store to local disk, unless that has one as new. All ranks together."""
+    if not job.plan.store.url or job.resume != "auto":
+        return
+    from meshwright.remote.locations import Location
+    from meshwright.store.mirror import StoredRun, choose_newer
+
+    stored = StoredRun(Location.open(job.plan.store.url))
+
+    def choose() -> str:
+        run.mkdir(parents=True, exist_ok=True)
+        # Another process may train here: it is refused before anything is written.
+        lock = RunLock.take(run)
+        try:
+            if name := choose_newer(stored, run):
+                stored.fetch_records(run)
+        finally:
+            lock.release()
+        return name
+
+    if name := job.rank_zero.broadcast(choose):
+        path = _fetch(job, stored, name, run / "checkpoints")
+        job.add_lines(("resume", f"{path.name} is fetched from {stored.location}"))
+
+
+def repair_from_store(job: Job, path: Path) -> bool:
+    """Replace a damaged local checkpoint by that of the store. All ranks together. Returns whether there was one."""
+    if not job.plan.store.url:
+        return False
+    from meshwright.remote.locations import Location
+    from meshwright.store.mirror import StoredRun
+
+    stored = StoredRun(Location.open(job.plan.store.url))
+
+    def find_copy() -> str:
+        names = [entry.name for entry in stored.list_checkpoints() if f"step-{entry.step:06d}" == path.name]
+        return names[-1] if names and not stored.find_problem(names[-1]) else ""
+
+    name = job.rank_zero.broadcast(find_copy)
+    if not name:
+        return False
+    try:
+        _fetch(job, stored, name, path.parent)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _fetch(job: Job, stored: "StoredRun", name: str, checkpoints: Path) -> Path:
+    """Download a checkpoint, each rank a part of its files. Raises CheckpointError on all ranks if one fails."""
+    world = job.mesh["world"]
+
+    def fetch_part() -> Path:
+        try:
+            return stored.fetch(name, checkpoints, (world.index, world.size))
+        except StoreError as error:
+            raise CheckpointError(str(error)) from None
+
+    hidden = checkpoint.agree(fetch_part, world.process_group if world.size > 1 else None)
+    return job.rank_zero.broadcast(lambda: stored.publish(name, hidden))
 
 
 def catch_interrupts(job: Job) -> Interrupt:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ from meshwright.training.job import (
     load_corpus,
     open_job,
     open_run_folder,
+    repair_from_store,
 )
 from meshwright.training.objectives.objectives import AnswerSampler, Task, build_on_policy
 from meshwright.training.objectives.reference import Reference, holds_weights_only
@@ -147,7 +149,8 @@ def find_checkpoint(job: Job, folder: RunFolder) -> Path | None:
         return checkpoint.verify_named(Path(job.resume), begun=job.pulse.piece_begun)
     # Other ranks may see the shared folder a moment later: they take rank 0's list.
     candidates = job.rank_zero.broadcast(lambda: checkpoint_folder.list_newest_first(folder.checkpoints))
-    return checkpoint.find_newest_whole(candidates, begun=job.pulse.piece_begun)
+    repair = partial(repair_from_store, job)
+    return checkpoint.find_newest_whole(candidates, begun=job.pulse.piece_begun, repair=repair)
 
 
 def _recipe_of_run(checkpoint_path: Path | None) -> Recipe | None:

@@ -4,7 +4,7 @@ import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,6 +41,9 @@ from meshwright.training.step.interrupt import Interrupt, StopAgreement
 from meshwright.training.step.state import TrainState
 from meshwright.training.step.step import train_step
 from meshwright.training.step.watch import EvalMetrics, RunInfo, Summary, Watcher, numbers
+
+if TYPE_CHECKING:
+    from meshwright.store.mirror import Mirror
 
 
 def reads_late(device: torch.device) -> bool:
@@ -91,7 +94,17 @@ class Trainer:
             group=self.job.saving,
             saved=lambda step, path: self._notify("saved", step, path),
             begun=self.pulse.piece_begun,
+            mirror=self._open_mirror(),
         )
+
+    def _open_mirror(self) -> "Mirror | None":
+        """Start the upload of checkpoints. None = the plan has no store."""
+        if not self.plan.store.url:
+            return None
+        from meshwright.store.mirror import Mirror
+
+        world = self.state.engine.mesh["world"]
+        return Mirror(self.plan.store, rank=world.index, writers=world.size, waiting=self.pulse.piece_begun)
 
     def train(self, stop: Interrupt) -> Summary:
         """Run steps until the last one, an interruption, or a non-finite loss."""

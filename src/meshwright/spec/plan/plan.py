@@ -5,6 +5,7 @@ match.
 """
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final, Literal
@@ -60,6 +61,8 @@ CHAT_FORMATS: Final = {
 
 ROLES = ("system", "user", "assistant", "tool")
 """Speakers of a conversation."""
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+"""Start of a URL."""
 RANDOM = "random"
 """Value of `Plan.init` for a run with random initial weights."""
 
@@ -185,6 +188,29 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Store:
+    """Second place of a run's checkpoints, behind its folder."""
+
+    url: str = ""
+    """An object store that checkpoints are uploaded to while training goes on, as `s3://bucket/runs/a`; empty =
+    none."""
+    keep_last: int = 2
+    """Keep the newest checkpoints there, and the best."""
+    bandwidth: float = 0.0
+    """Upload at most this many megabytes per second, all ranks together; 0 = no limit."""
+
+    def __post_init__(self) -> None:
+        if self.url and not URL.match(self.url):
+            raise PlanError(
+                f"store.url={printable(self.url)} is no URL: give one as s3://bucket/runs/a. A local folder is run"
+            )
+        if self.keep_last < 1:
+            raise PlanError(f"store.keep_last={self.keep_last} must be 1 or more: a run resumes from the newest")
+        if not 0 <= self.bandwidth < math.inf:
+            raise PlanError(f"store.bandwidth={self.bandwidth:g} must be megabytes per second, or 0 for no limit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One run: model, data, recipe and layout on a cluster."""
 
@@ -194,6 +220,8 @@ class Plan:
     """The text: a path, or a path with more settings."""
     run: str = "runs/auto"
     """The run folder, where everything is written; `auto` as its last part = a new one, `runs/DATE-MODEL`."""
+    store: Store = Store()
+    """Where checkpoints go beside the run folder: a URL, or a URL with more settings."""
     recipe: Recipe = field(default_factory=Recipe)
     """Settings that may change the loss curve."""
     layout: Layout = field(default_factory=Layout)
@@ -210,8 +238,18 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.run:
             raise PlanError(f"run is empty: give the folder of the run, as {argument('run', 'runs/first')}")
+        if URL.match(self.run):
+            self._move_run_to_store()
         if not self.init:
             raise PlanError("model.init is empty: give random, or a Hugging Face folder with weights")
+
+    def _move_run_to_store(self) -> None:
+        """Read a run behind a URL as its store. Steps are written to local disk first, under the same name."""
+        if self.store.url not in ("", self.run):
+            raise PlanError(f"run={printable(self.run)} and store.url={printable(self.store.url)}: give one of them")
+        url = self.run.rstrip("/")
+        object.__setattr__(self, "store", replace(self.store, url=url))
+        object.__setattr__(self, "run", f"runs/{url.rpartition('/')[2]}")
 
     def violations(self) -> list[str]:
         """List why this plan cannot run: each a sentence with rule, clashing numbers and nearest legal change."""
@@ -312,8 +350,10 @@ class Plan:
 
 
 def as_document(plan: Plan) -> dict[str, Any]:
-    """Return the plan in the form of a plan file, without random origins of weights and a missing teacher."""
+    """Return the plan in the form of a plan file, without random origins of weights, a teacher or store it lacks."""
     document = asdict(plan)
+    if not plan.store.url:
+        document.pop("store")
     if plan.teacher is None:
         document.pop("teacher")
     for section, init in (("model", document.pop("init")), ("teacher", document.pop("teacher_init"))):
