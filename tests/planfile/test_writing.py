@@ -38,7 +38,7 @@ def test_every_key_has_a_comment() -> None:
     keys = [line.partition(":")[0].strip() for line in lines]
     assert keys == [
         *("model", "data", *sections()["data"], "run", "store", *sections()["store"]),
-            *("recipe", *sections()["recipe"]),
+        *("recipe", *sections()["recipe"]),
         *("layout", *sections()["layout"], "cluster", "teacher"),
     ]
     assert all(re.search(r"  # \S", line) for line in lines)

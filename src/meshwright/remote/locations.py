@@ -6,7 +6,9 @@ Credentials come from each library's own chain: environment, profile, or the rol
 with the first URL, its libraries with the first of their scheme.
 """
 
+import os
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -167,7 +169,8 @@ class Location:
 
     def refuse_unwritable(self, purpose: str) -> None:
         """Write and remove a small file. Raises StoreError: no credentials, no bucket, no right to write."""
-        probe = self / ".meshwright-probe"
+        # Ranks of many machines may look at once.
+        probe = self / f".probe-{socket.gethostname()}-{os.getpid()}"
         try:
             probe.write(b"may be removed\n")
             probe.remove()
