@@ -30,6 +30,8 @@ _STEP_NAME = re.compile(r"step-(\d+)")
 MOST_OF_A_RECORD = 2**16
 """Upper bound in bytes of the first metrics record."""
 _SAVING, _REMOVING = ".saving-", ".removing-"
+FETCHING = ".fetching-"
+"""Start of the name of a checkpoint that is downloaded."""
 log = logging.getLogger(__name__)
 
 
@@ -265,7 +267,7 @@ def sweep(folder: Path) -> None:
             sync_folder(folder)
         else:
             _delete(path)
-    for path in folder.glob(_REMOVING + "*"):
+    for path in (*folder.glob(_REMOVING + "*"), *folder.glob(FETCHING + "*")):
         _delete(path)
 
 

@@ -43,7 +43,8 @@ from meshwright.store.durable import free_bytes, sync_folder, write_file
 
 CHECKPOINTS = "checkpoints"
 _NAME = re.compile(r"step-(\d+)-[0-9a-f]{8}")
-_FETCHING = ".fetching-"
+_FAILED = "failed-"
+"""Start of the name of a file in place of those of a rank that could not upload them."""
 POLL_S = (0.2, 5.0)
 """First and longest pause of rank 0 between two looks for the files of other ranks."""
 LONGEST_WAIT_S = 1800.0
@@ -165,7 +166,7 @@ class StoredRun:
         Returns the hidden folder that `publish` makes visible once all parts are there. Raises StoreError,
         DamagedCheckpoint.
         """
-        commit, hidden = self.read_commit(name), checkpoints / f"{_FETCHING}{name}"
+        commit, hidden = self.read_commit(name), checkpoints / f"{checkpoint_folder.FETCHING}{name}"
         hidden.mkdir(parents=True, exist_ok=True)
         local = checkpoints / f"step-{commit.step:06d}"
         index, parts = part
@@ -214,9 +215,12 @@ class Mirror:
         self._idle = Event()
         self._idle.set()
         settings = {"url": store.url, "keep_last": store.keep_last, "bandwidth": store.bandwidth / writers}
+        # The same package as here, whatever the current folder holds.
+        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         # A session of its own: Ctrl-C in a terminal is for the run, which still has a checkpoint to upload.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, json.dumps(settings), str(rank)],
+            [sys.executable, "-P", "-m", __name__, json.dumps(settings), str(rank)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         self._thread = Thread(target=self._read_answers, name="uploads", daemon=True)
@@ -254,7 +258,7 @@ class Mirror:
             self._process.stdin.write(request + "\n")
             self._process.stdin.flush()
         except OSError:
-            self._end(f"the process that uploads has ended ({self._process.poll()})")
+            self._end(step, f"the process that uploads has ended ({self._process.poll()})")
 
     def wait(self) -> None:
         """Wait for the upload on its way."""
@@ -281,15 +285,18 @@ class Mirror:
         assert self._process.stdout is not None
         with self._process.stdout as answers:
             for answer in answers:
-                self._end(json.loads(answer))
-        if not self._idle.is_set():
-            self._end(f"the process that uploads has ended ({self._process.wait()})")
+                self._end(*json.loads(answer))
+        if self._step is not None:
+            self._end(self._step, f"the process that uploads has ended ({self._process.wait()})")
 
-    def _end(self, problem: str) -> None:
-        """Take the outcome of the upload on its way. Empty = it succeeded."""
+    def _end(self, step: int, problem: str) -> None:
+        """Take the outcome of an upload. Empty = it succeeded."""
+        # On another rank than 0 the next upload may begin before this thread has read the answer.
+        if step != self._step:
+            return
         self.error = None
         if problem:
-            self.error = StoreError(f"the checkpoint of step {self._step} is on local disk alone: {problem}")
+            self.error = StoreError(f"the checkpoint of step {step} is on local disk alone: {problem}")
             log.warning("%s", self.error)
         self._step = None
         self._idle.set()
@@ -321,6 +328,11 @@ class Uploader:
         # Only now: until the new one is committed, the old ones are all there is.
         self.run.prune(self.store.keep_last, step=step, uploading=name)
 
+    def report_failure(self, name: str) -> None:
+        """Tell rank 0, if the store can be written at all, that the files of this rank will not come."""
+        with suppress(StoreError):
+            (self.run.checkpoints / name / f"{_FAILED}{self.rank}").write(b"")
+
     def _upload_records(self, folder: Path) -> None:
         """Upload the files of the run folder that have changed since."""
         changed = {}
@@ -342,6 +354,8 @@ class Uploader:
             missing = [name for name, size in needed.items() if present.get(name) != size]
             if not missing:
                 return
+            if failed := [name.removeprefix(_FAILED) for name in present if name.startswith(_FAILED)]:
+                raise StoreError(f"rank {failed[0]} could not upload its files: see what it prints")
             if len(missing) < last_missing:
                 last_missing, since_s = len(missing), time.monotonic()
             if time.monotonic() - since_s > LONGEST_WAIT_S:
@@ -375,17 +389,27 @@ def serve_uploads(settings: str, rank: str) -> None:
             uploader.upload(request["step"], Path(request["path"]), request["name"])
         except Exception as error:  # whatever it is, the run must hear of it
             problem = str(error) or repr(error)
-        print(json.dumps(problem), flush=True)
+            uploader.report_failure(request["name"])
+        print(json.dumps([request["step"], problem]), flush=True)
 
 
 def check_store(store: Store, resume: str) -> bool:
     """Return whether the store holds checkpoints. Raises PlanError, StoreError.
 
-    Refused are a store that cannot be written and, with resume=no, one that holds a run already.
+    Refused are a store that cannot be written, with resume=no one that holds a run already, and with the path of a
+    checkpoint one that holds later steps.
     """
     run = StoredRun(Location.open(store.url))
     run.location.refuse_unwritable("store.url")
     stored = run.list_checkpoints()
+    if stored and resume not in ("no", "auto"):
+        step = checkpoint_folder.read_commit(Path(resume)).step
+        # Until the first new checkpoint is there, resume=auto would go on with the course that is abandoned here.
+        if stored[-1].step > step:
+            raise StoreError(
+                f"{argument('store.url', store.url)} has checkpoints up to step {stored[-1].step}, and the run goes "
+                f"back to step {step}: choose another {argument('store.url')}"
+            )
     if stored and resume == "no":
         raise StoreError(
             f"{argument('store.url', store.url)} already holds a run (last checkpoint: step {stored[-1].step}): "
