@@ -101,7 +101,9 @@ def test_a_signal_while_ranks_agree_is_heard_at_the_next_step() -> None:
         assert agreement.agreed == stop.requested == "SIGTERM"
 
 
-@pytest.mark.parametrize("signals", [("SIGINT", "SIGTERM"), ("SIGTERM", "SIGINT"), ("SIGUSR1", "SIGTERM"), (None, "SIGUSR1"), (None, None)])
+@pytest.mark.parametrize(
+    "signals", [("SIGINT", "SIGTERM"), ("SIGTERM", "SIGINT"), ("SIGUSR1", "SIGTERM"), (None, "SIGUSR1"), (None, None)]
+)
 def test_while_a_step_is_under_way_ranks_hear_each_other_with_its_numbers(signals: tuple[str | None, ...]) -> None:
     """Nothing is sent when it is asked; all ranks name the same signal."""
 

@@ -318,12 +318,12 @@ def slurm_head(
     ]  # fmt: skip
 
 
-def srun_lines(plan: Plan) -> list[str]:
-    """Return the command that runs launch.sh on each node of a job."""
+def srun_lines(plan: Plan, ending: str = "--kill-on-bad-exit=1") -> list[str]:
+    """Return the command that runs launch.sh on each node. `ending`: when srun ends the others after the first."""
     return [
         # Slurm may bind the only task of a node to one core, and with it all processes that torchrun starts.
-        f"srun --nodes={plan.cluster.nodes} --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 bash -c \\",
-        "    'NODE_RANK=$SLURM_NODEID exec bash \"$0/launch.sh\"' \"$HERE\"",
+        f"srun --nodes={plan.cluster.nodes} --ntasks-per-node=1 --cpu-bind=none {ending} bash -c \\",
+        '    \'NODE_RANK=$SLURM_NODEID exec bash "$0/launch.sh"\' "$HERE"',
     ]
 
 
