@@ -19,11 +19,11 @@ from meshwright.training.step.interrupt import Interrupt, StopAgreement
 from tests.training import running
 
 
-def handlers() -> tuple[object, object]:
-    return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+def handlers() -> tuple[object, ...]:
+    return tuple(map(signal.getsignal, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_the_first_signal_asks(number: signal.Signals) -> None:
     before = handlers()
     with Interrupt() as stop:
@@ -101,7 +101,9 @@ def test_a_signal_while_ranks_agree_is_heard_at_the_next_step() -> None:
         assert agreement.agreed == stop.requested == "SIGTERM"
 
 
-@pytest.mark.parametrize("signals", [("SIGINT", "SIGTERM"), ("SIGTERM", "SIGINT"), ("SIGTERM", None), (None, None)])
+@pytest.mark.parametrize(
+    "signals", [("SIGINT", "SIGTERM"), ("SIGTERM", "SIGINT"), ("SIGUSR1", "SIGTERM"), (None, "SIGUSR1"), (None, None)]
+)
 def test_while_a_step_is_under_way_ranks_hear_each_other_with_its_numbers(signals: tuple[str | None, ...]) -> None:
     """Nothing is sent when it is asked; all ranks name the same signal."""
 
@@ -121,7 +123,7 @@ def test_while_a_step_is_under_way_ranks_hear_each_other_with_its_numbers(signal
     assert not any(rank.reached(under_way=True) for rank in ranks)
     for rank in ranks:
         rank.receive(most)
-    named = "SIGINT" if "SIGINT" in signals else "SIGTERM" if "SIGTERM" in signals else None
+    named = next((signal for signal in ("SIGINT", "SIGTERM", "SIGUSR1") if signal in signals), None)
     assert [rank.reached(under_way=True) for rank in ranks] == [named is not None] * 2
     assert {rank.stop.requested for rank in ranks} == {rank.agreed for rank in ranks} == {named}
 

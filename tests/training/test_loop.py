@@ -170,7 +170,9 @@ def test_a_checkpoint_that_an_interruption_makes_has_a_score_only_if_it_was_eval
 
 
 @pytest.mark.parametrize(
-    ("number", "stopped"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")], ids=str
+    ("number", "stopped"),
+    [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated"), (signal.SIGUSR1, "preempted")],
+    ids=str,
 )
 def test_signals_end_it_after_the_step_with_a_checkpoint(
     make: Make, tmp_path: Path, number: signal.Signals, stopped: str

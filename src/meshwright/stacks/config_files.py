@@ -275,36 +275,57 @@ def check_writable(path: Path) -> None:
 
 def launch_script(plan: Plan, launch: LaunchCommand, title: str) -> str:
     """Return launch.sh, which is run on each node with the number of the node."""
+    lines = [*node_head(plan, title, launch.yours), f'TORCHRUN="{TORCHRUN}"', *launch.before, launch.command, ""]
+    return "\n".join(lines)
+
+
+def node_head(plan: Plan, title: str, yours: Sequence[str] = ()) -> list[str]:
+    """Return the first lines of launch.sh: the numbers of nodes and devices, and the place of this node."""
     cluster = plan.cluster
     many = cluster.nodes > 1
     usage = f"on each node: NODE_RANK=0..{cluster.nodes - 1} HEAD=name of node 0" if many else "on its node"
-    return "\n".join([
-        "#!/usr/bin/env bash", f"# {title}", f"# Run {usage}: bash launch.sh", *_yours(launch), "set -euo pipefail",
+    return [
+        "#!/usr/bin/env bash", f"# {title}", f"# Run {usage}: bash launch.sh", *_yours(yours), "set -euo pipefail",
         'HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"', f"NNODES={cluster.nodes}",
         f"GPUS={cluster.devices_per_node}",
         # Of several nodes the user must say which this is, else two nodes would both be the first.
         "NODE_RANK=${NODE_RANK:?number of this node}" if many else "NODE_RANK=${NODE_RANK:-0}",
         "HEAD=${HEAD:?name of node 0}" if many else "HEAD=${HEAD:-localhost}", f"PORT=${{PORT:-{PORT}}}",
-        f'TORCHRUN="{TORCHRUN}"', *launch.before, launch.command, "",
-    ])  # fmt: skip
+    ]  # fmt: skip
 
 
 def slurm_script(plan: Plan, launch: LaunchCommand, title: str) -> str:
     """Return launch.sbatch: one task per node, which runs launch.sh."""
+    return "\n".join([*slurm_head(plan, title, launch.yours), *srun_lines(plan), ""])
+
+
+def slurm_head(
+    plan: Plan, title: str, yours: Sequence[str] = (), name: str = "meshwright-plan", directives: Sequence[str] = ()
+) -> list[str]:
+    """Return the first lines of a job: its directives, the name of node 0, and the folder of launch.sh."""
     cluster = plan.cluster
-    return "\n".join([
+    gpus = [f"--gpus-per-node={cluster.devices_per_node}"] if cluster.device.is_gpu else []
+    # Without --mem=0 a job that has its nodes alone may still get only a part of their memory.
+    asked = [f"--job-name={name}", f"--nodes={cluster.nodes}", "--ntasks-per-node=1", *gpus, "--exclusive", "--mem=0"]
+    return [
         "#!/usr/bin/env bash",
         # sbatch reads its directives up to the first command, so they stand at the top.
-        "#SBATCH --job-name=meshwright-plan", f"#SBATCH --nodes={cluster.nodes}", "#SBATCH --ntasks-per-node=1",
-        f"#SBATCH --gpus-per-node={cluster.devices_per_node}", "#SBATCH --exclusive", f"# {title}",
-        "# Run in its folder, which all nodes see: sbatch launch.sbatch", *_yours(launch), "set -euo pipefail",
+        *(f"#SBATCH {option}" for option in (*asked, *directives)), f"# {title}",
+        "# Run in its folder, which all nodes see: sbatch launch.sbatch", *_yours(yours), "set -euo pipefail",
         'export HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
         'HERE="${SLURM_SUBMIT_DIR:-$PWD}"',
         '[ -f "$HERE/launch.sh" ] || { echo "no launch.sh in $HERE: cd to its folder, then sbatch" >&2; exit 1; }',
-        f'srun --nodes={cluster.nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c \\',
-        "    'NODE_RANK=$SLURM_NODEID exec bash \"$0/launch.sh\"' \"$HERE\"", "",
-    ])  # fmt: skip
+    ]  # fmt: skip
 
 
-def _yours(launch: LaunchCommand) -> list[str]:
-    return [f"# Yours to set: {', '.join(launch.yours)}."] if launch.yours else []
+def srun_lines(plan: Plan, ending: str = "--kill-on-bad-exit=1") -> list[str]:
+    """Return the command that runs launch.sh on each node. `ending`: when srun ends the others after the first."""
+    return [
+        # Slurm may bind the only task of a node to one core, and with it all processes that torchrun starts.
+        f"srun --nodes={plan.cluster.nodes} --ntasks-per-node=1 --cpu-bind=none {ending} bash -c \\",
+        '    \'NODE_RANK=$SLURM_NODEID exec bash "$0/launch.sh"\' "$HERE"',
+    ]
+
+
+def _yours(yours: Sequence[str]) -> list[str]:
+    return [f"# Yours to set: {', '.join(yours)}."] if yours else []

@@ -65,7 +65,7 @@ def run(
     machines: int = 1,
     sampler: AnswerSampler | None = None,
 ) -> Summary:
-    """Train a plan in its run folder. Ctrl-C and SIGTERM save and end cleanly.
+    """Train a plan in its run folder. Ctrl-C, SIGTERM and SIGUSR1 save and end cleanly.
 
     Args:
         watchers: Observers on rank 0. A run folder `DIR/auto` is chosen here, and they are told which.

@@ -37,7 +37,7 @@ from meshwright.training.records import (
 from meshwright.training.run_samples import RunSamples
 from meshwright.training.step.batches import Feed, PackedRows, Share, split
 from meshwright.training.step.evaluate import HeldOutRows, score_sources
-from meshwright.training.step.interrupt import Interrupt, StopAgreement
+from meshwright.training.step.interrupt import SIGNALS, Interrupt, StopAgreement
 from meshwright.training.step.state import TrainState
 from meshwright.training.step.step import train_step
 from meshwright.training.step.watch import EvalMetrics, RunInfo, Summary, Watcher, numbers
@@ -362,7 +362,7 @@ class Trainer:
             malformed_rows=self.corpus.malformed.malformed,
             peak_allocated_bytes=device.peak_bytes(self.device),
             checkpoint=checkpoint.find_latest(self.folder.checkpoints),
-            stopped={"SIGINT": "interrupted", "SIGTERM": "terminated"}.get(self._stop.agreed or "", "done"),
+            stopped=SIGNALS.get(self._stop.agreed or "", "done"),
         )
         self._notify("ended", summary)
         return summary

@@ -115,7 +115,7 @@ def refuse_unnumbered(environ: Mapping[str, str]) -> None:
             raise PlanError(
                 f"{launcher} started {environ[name]} processes without RANK and WORLD_SIZE, so each would train "
                 "alone. Start one torchrun per node: srun --ntasks-per-node=1 torchrun --nproc-per-node=8 ... "
-                "(`meshwright plan MODEL --for meshwright -o FOLDER` writes the job), or set RANK and WORLD_SIZE"
+                "(`meshwright launch PLAN.yaml --to slurm` writes the job), or set RANK and WORLD_SIZE"
             )
 
 

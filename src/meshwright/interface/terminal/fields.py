@@ -139,8 +139,8 @@ def closing(summary: Summary, device: str) -> str:
     if summary.stopped == "done" and not summary.tokens_per_second:
         done = f"the run is at step {summary.step}, and the plan has {many(summary.steps, 'step')}"
         return f"nothing was left to train: {done}"
-    ends = {"done": "trained", "interrupted": "interrupted after", "terminated": "terminated after"}
-    parts = [f"{ends.get(summary.stopped, summary.stopped)} {summary.step} of {many(summary.steps, 'step')}"]
+    end = "trained" if summary.stopped == "done" else f"{summary.stopped} after"
+    parts = [f"{end} {summary.step} of {many(summary.steps, 'step')}"]
     if 0 < summary.process_steps < summary.step:  # resumed: earlier steps may be of another machine
         process_steps = f"steps {summary.step - summary.process_steps + 1} to {summary.step} now"
         parts.append(f"{process_steps}, {count(summary.process_tokens)} tokens in {duration(summary.process_seconds)}")

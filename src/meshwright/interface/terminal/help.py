@@ -21,6 +21,7 @@ GROUPS = {
         "rent": "Choose devices to rent: cost against time.",
         "explore": "Write a page of all layouts.",
         "dryrun": "Peak memory and traffic of a plan, without its hardware.",
+        "launch": "Write the files that start a plan on a cluster.",
         "calibrate": "Measure this machine for plan.",
     },
     "Observe": {

@@ -17,16 +17,17 @@ STDERR = 2
 ENDING = b"""
 meshwright: the run ends after this step and saves it; Ctrl-C again ends at once, and only checkpoints stay
 """
-SIGNALS = ("SIGINT", "SIGTERM")
-"""Signals that may end a run. Of two the first is named."""
+SIGNALS = {"SIGINT": "interrupted", "SIGTERM": "terminated", "SIGUSR1": "preempted"}
+"""Signals that may end a run -> what `Summary.stopped` then is. Of two the first is named."""
 
 
 class Interrupt:
     """Signal handlers within a `with` block; `requested` is the name of the first signal that came, or None.
 
-    SIGTERM, which a cluster sends before it takes the machine, and the first Ctrl-C only set it. A second Ctrl-C raises
-    KeyboardInterrupt, unless it comes within `echo_s` of the first. Handlers are restored at the end. Only the main
-    thread of a process can handle signals; in other threads this does nothing.
+    SIGTERM, which a cluster sends before it takes the machine, SIGUSR1, which a scheduler sends some time before a
+    limit, and the first Ctrl-C only set it. A second Ctrl-C raises KeyboardInterrupt, unless it comes within `echo_s`
+    of the first. Handlers are restored at the end. Only the main thread of a process can handle signals; in other
+    threads this does nothing.
     """
 
     def __init__(self, echo_s: float = 0.0, speaks: bool = False) -> None:
@@ -38,7 +39,7 @@ class Interrupt:
 
     def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in map(signal.Signals.__getitem__, SIGNALS):
                 self._before[number] = signal.signal(number, self._take)
         return self
 

@@ -197,7 +197,7 @@ class Summary:
     checkpoint: Path | None
     """The last checkpoint. None = none was written."""
     stopped: str
-    """`done`, or why the run ended early: `interrupted` (Ctrl-C), `terminated` (SIGTERM)."""
+    """`done`, or why the run ended early: `interrupted` (Ctrl-C), `terminated` (SIGTERM), `preempted` (SIGUSR1)."""
 
 
 @runtime_checkable

@@ -187,7 +187,7 @@ def _sample_answers(*prompts: Any, **options: Any) -> list[list[int]]:
 
 def stopped(summary: Summary) -> str:
     """Describe a run that a signal ended."""
-    signal = {"interrupted": "Ctrl-C", "terminated": "SIGTERM"}[summary.stopped]
+    signal = {"interrupted": "Ctrl-C", "terminated": "SIGTERM", "preempted": "SIGUSR1"}[summary.stopped]
     saved = " and saved" if summary.checkpoint else ""
     return f'stopped by {signal} after step {summary.step} of {summary.steps}{saved}; resume="auto" continues'
 

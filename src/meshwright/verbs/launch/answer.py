@@ -1,0 +1,284 @@
+"""Files that start a plan on a cluster: launch.sh for each node, and a job for Slurm, a JobSet or a SkyPilot task.
+
+Their texts are in job_files/, where @WORD@ stands for what a plan changes. launch.sh ends with 75 when the run is not
+done and has saved something new. That code alone decides whether a scheduler starts it again.
+"""
+
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from meshwright import planfile
+from meshwright.interface.answers.answer import Answer, HasPlan, checked
+from meshwright.interface.answers.markup import table, whole
+from meshwright.interface.planning.plan_reading import read_plan
+from meshwright.planner.rent.goodput import Conditions
+from meshwright.planner.rent.run_on import checkpoint_of
+from meshwright.planner.step.predict import predict
+from meshwright.spec import Plan
+from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError, argument
+from meshwright.spec.plan.plan import world_violation
+from meshwright.spec.presets import suggest
+from meshwright.spec.units import many
+from meshwright.stacks.config_files import PORT, node_head, slurm_head, srun_lines
+from meshwright.store.default_folders import is_open
+from meshwright.store.durable import refuse_taken, refuse_unwritable, report_in_one_line
+
+STARTS = {
+    "slurm": "sbatch --time=24:00:00 launch.sbatch",
+    "kubernetes": "kubectl apply -f jobset.yaml",
+    "skypilot": "sky jobs launch skypilot.yaml",
+}
+"""Value of --to -> command that starts the job, in its folder. The last word is its file."""
+LEAST_GRACE_S, MOST_GRACE_S = 120, 65_535
+"""Slurm sends a signal up to 60 s early, and takes no longer time than this."""
+MOUNT, FILES = "/meshwright", "/launch"
+"""Folders on a node that is a container or rented: a volume that all nodes share, and plan.yaml with launch.sh."""
+NODE_DISKS = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"})
+"""File systems of one machine."""
+SKY_NAMES = (
+    (r"(A100)-\w+-80", r"\1-80GB"), (r"(V100)-\w+-32", r"\1-32GB"), (r"RTX-(A?\d+)", r"RTX\1"),
+    (r"RTX-6000-Ada", "RTX6000-Ada"), (r"(G?[ABHV]\d+)-.*", r"\1"),
+)  # fmt: skip
+"""Name of a device -> SkyPilot's name of its accelerator, where they differ."""
+RENDEZVOUS = (
+    '--rdzv_id "${RUN##*/}" --rdzv_backend c10d --rdzv_endpoint "$HEAD:$PORT" \\\n'
+    '    --rdzv_conf "is_host=$([ "$NODE_RANK" = 0 ] && echo true || echo false)"'
+)
+"""Rendezvous of several nodes. is_host spares torchrun a guess by name, which fails where a node has several."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Names and sizes that the files of a target share."""
+
+    plan: Plan
+    """With the run folder as the nodes see it."""
+    name: str
+    """Lower case letters, digits and hyphens, as in a DNS name."""
+    grace_s: int
+    image: str
+    storage_gib: int
+    """Room for all checkpoints that exist at once."""
+
+    def texts(self, to: str) -> dict[str, str]:
+        """Return the text of each file but plan.yaml, by name."""
+        if to == "slurm":
+            directives = ("--requeue", "--open-mode=append", f"--signal=B:USR1@{self.grace_s}")
+            head = slurm_head(self.plan, self._title, name=self.name, directives=directives)
+            # Nodes end by themselves a moment after the first: the rest of the grace is theirs.
+            srun = srun_lines(self.plan, f"--wait={self.grace_s}")
+            words = {"head": "\n".join(head), "srun": "\n".join(srun)}
+            return {"launch.sh": self._node_script(), "launch.sbatch": _fill("launch.sbatch", words)}
+        cluster = self.plan.cluster
+        words = {
+            "title": self._title, "name": self.name, "nodes": str(cluster.nodes), "grace": str(self.grace_s),
+            # A run that its user has put elsewhere must be on the volume too.
+            "mount": str(Path(self.plan.run).parent), "port": str(PORT), "image": self.image or "IMAGE",
+        }  # fmt: skip
+        if to == "skypilot":
+            setup = "" if self.image else "setup: pip install meshwright\n"
+            words |= {"resources": "".join(self._sky_resources()), "setup": setup}
+            return {"launch.sh": self._node_script(), "skypilot.yaml": _fill("skypilot.yaml", words)}
+        vendor = "amd.com" if cluster.device.name.startswith(("MI", "AMD")) else "nvidia.com"
+        limits = f"{{limits: {{{vendor}/gpu: {cluster.devices_per_node}}}}}" if cluster.device.is_gpu else "{}"
+        words |= {
+            "plan": _block(planfile.content(self.plan, Path(FILES))), "node": _block(self._node_script()),
+            "access": "ReadWriteMany" if cluster.nodes > 1 else "ReadWriteOnce", "storage": str(self.storage_gib),
+            "resources": limits, "yours": "" if self.image else " Yours to set: IMAGE.",
+        }  # fmt: skip
+        return {"jobset.yaml": _fill("jobset.yaml", words)}
+
+    @property
+    def _title(self) -> str:
+        cluster = self.plan.cluster
+        machines = f"{many(cluster.nodes, 'node')} x {cluster.devices_per_node} {cluster.device.name}"
+        return f"Written by meshwright launch: {self.plan.model.name} on {machines}"
+
+    def _node_script(self) -> str:
+        rendezvous = RENDEZVOUS if self.plan.cluster.nodes > 1 else "--standalone"
+        words = {"run": shlex.quote(self.plan.run), "rendezvous": rendezvous, "exports": "\n".join(self._exports())}
+        return _fill("launch.sh", {"head": "\n".join(node_head(self.plan, self._title)), **words})
+
+    def _exports(self) -> Iterator[str]:
+        """Yield environment variables that the user has not set, each below its reason."""
+        is_gpu = self.plan.cluster.device.is_gpu
+        reasons = {
+            "PYTHONUNBUFFERED=1": "Lines reach the log as they are written, also just before a kill.",
+            f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={self.grace_s}": "torchrun kills its workers 30 s after SIGTERM, which "
+            "may be too soon for a step and a save.",
+            **(
+                {"NCCL_DEBUG=WARN": "NCCL names the cause of an error. Else it is `unhandled system error`."}
+                if is_gpu
+                else {}
+            ),
+        }
+        for word, reason in reasons.items():
+            name, _, setting = word.partition("=")
+            yield f'# {reason}\nexport {name}="${{{name}:-{setting}}}"'
+        if self.plan.cluster.nodes > 1:
+            yield "# Yours, where nodes reach each other by another network interface than is guessed:"
+            yield f"# export {'NCCL' if is_gpu else 'GLOO'}_SOCKET_IFNAME=eth0"
+
+    def _sky_resources(self) -> Iterator[str]:
+        device = self.plan.cluster.device
+        names = (
+            re.sub(pattern, name, device.name) for pattern, name in SKY_NAMES if re.fullmatch(pattern, device.name)
+        )
+        if device.is_gpu:
+            yield f"  accelerators: {next(names, device.name)}:{self.plan.cluster.devices_per_node}\n"
+        if self.image:
+            yield f"  image_id: docker:{self.image}\n"
+
+
+def _fill(name: str, words: Mapping[str, str]) -> str:
+    """Return a text of job_files with the words of a plan."""
+    text = (files(__package__) / "job_files" / name).read_text(encoding="utf-8")
+    return re.sub(r"@(\w+)@", lambda match: words[match[1]], text)
+
+
+def _block(text: str) -> str:
+    """Indent a text as a block of YAML."""
+    return "\n".join(f"    {line}".rstrip() for line in text.rstrip().splitlines())
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LaunchAnswer(Answer):
+    """Files of a job, and what to know before it starts."""
+
+    job: Job
+    to: str
+    folder: Path
+    files: tuple[Path, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the job trains."""
+        return self.job.plan
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document that `meshwright launch --json` prints."""
+        cluster = self.plan.cluster
+        return {
+            "to": self.to, "out": str(self.folder), "files": [path.name for path in self.files], "run": self.plan.run,
+            "nodes": cluster.nodes, "processes_per_node": cluster.devices_per_node, "grace_seconds": self.job.grace_s,
+            "start": STARTS[self.to], "notes": list(self.notes),
+        }  # fmt: skip
+
+    def sentences(self) -> Iterator[str]:
+        """Yield what was written, notes, and how to start it."""
+        yield f"{self.folder}: {', '.join(path.name for path in self.files)}"
+        yield f"run: {self.plan.run}; {self.job.grace_s} s to finish a step and save before machines are taken"
+        yield from (f"note: {note}" for note in self.notes)
+        yield f"start: cd {shlex.quote(str(self.folder))} && {STARTS[self.to]}"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row per file."""
+        return [{"file": str(path), "bytes": path.stat().st_size} for path in self.files]
+
+    def __repr__(self) -> str:
+        return "\n".join(self.sentences())
+
+    def _repr_html_(self) -> str:
+        return whole(table(("file", "bytes"), [tuple(row.values()) for row in self.rows()]))
+
+
+@checked
+def launch(
+    *plan: str | Path | Plan | HasPlan,
+    to: str,
+    out: str | Path | None = None,
+    grace: int | None = None,
+    image: str = "",
+    **keys: Any,
+) -> LaunchAnswer:
+    """Write the files that start a plan on a cluster, into a new folder. Nothing is started.
+
+    Args:
+        plan: A plan file, a plan or an answer about one, and KEY=VALUE changes.
+        to: slurm, kubernetes or skypilot.
+        out: The folder. None = the name of `to`.
+        grace: Seconds to finish a step and save before the machines are taken. None = counted from the plan.
+        image: Container image with Meshwright. Empty = its user puts one in.
+        keys: Keys of a plan file, as cluster="h100x8".
+
+    Raises:
+        PlanError, ArgumentError, RunError: The plan cannot run on its cluster, or the folder is not empty.
+    """
+    if to not in STARTS:
+        raise ArgumentError("to", to, "is not known", suggest(to, STARTS))
+    if grace is not None and not 1 <= grace <= MOST_GRACE_S:
+        raise ArgumentError("grace", grace, f"must be at least 1 and at most {MOST_GRACE_S:,} seconds")
+    if image and to == "slurm":
+        raise ArgumentError("image", image, remedy="is for kubernetes and skypilot; Slurm's jobs keep your environment")
+    parsed, _ = read_plan(plan, keys, processes=None)
+    cluster = parsed.cluster
+    if cluster.device.plan_only:
+        raise PlanError(f"the plan cannot run on {cluster.device.name}: {cluster.device.plan_only}")
+    if violation := world_violation(parsed, cluster.devices, cluster.nodes):
+        machines = f"{many(cluster.nodes, 'node')} of {many(cluster.devices_per_node, 'device')}"
+        raise IllegalLayout(f"the cluster has {machines}, one process on each: {violation}")
+    folder = Path(out or to)
+    refuse_taken(folder, "out")
+    refuse_unwritable(folder, "out")
+    job = _job(parsed, to, folder, grace, image)
+    with report_in_one_line(folder, argument("out")):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in job.texts(to).items():
+            (folder / name).write_text(text, encoding="utf-8")
+    if to != "kubernetes":  # jobset.yaml holds the plan
+        planfile.write(job.plan, folder / "plan.yaml", another=argument("out"))
+    notes = tuple(_notes(job, to, folder.resolve()))
+    return LaunchAnswer(job=job, to=to, folder=folder, files=tuple(sorted(folder.iterdir())), notes=notes)
+
+
+def _job(parsed: Plan, to: str, folder: Path, grace: int | None, image: str) -> Job:
+    """Choose the run folder, since each start must find the run of the one before; count time and room of saves."""
+    plan, run = planfile.absolute(parsed), Path(parsed.run)
+    label = parsed.model.name if is_open(parsed.run) else run.name
+    name = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")[:40].strip("-") or "run"
+    if to == "slurm":
+        run = folder.resolve() / "run" if is_open(parsed.run) else Path(plan.run)
+    elif is_open(parsed.run) or not run.is_absolute():
+        run = Path(MOUNT) / name
+    saves = checkpoint_of(plan, Conditions())
+    step_s = predict(plan).step_s if plan.cluster.device.is_gpu else 0.0
+    # Twice the planned time, and a minute: a store may be busy, and a signal up to a minute early.
+    counted = 60 * math.ceil(1 + 2 * (step_s + saves.stall_s + saves.write_s) / 60)
+    checkpoints = plan.recipe.keep_last + 2  # the best, and the one that is being written
+    return Job(
+        plan=replace(plan, run=str(run)),
+        name=name,
+        grace_s=grace or min(MOST_GRACE_S, max(LEAST_GRACE_S, counted)),
+        image=image,
+        storage_gib=10 + math.ceil(checkpoints * saves.total_bytes / 2**30),
+    )
+
+
+def _notes(job: Job, to: str, folder: Path) -> Iterator[str]:
+    plan, cluster = job.plan, job.plan.cluster
+    if not cluster.device.is_gpu:
+        yield f"cluster.device {cluster.device.name} is no known GPU, so none is requested: cluster=h100x8 names one"
+    for source in (*(source.path for source in plan.data.sources), plan.data.path, plan.init, plan.teacher_init):
+        if Path(source).is_absolute():
+            yield f"{source} must be readable on every node" + (", in the image or a volume" if to != "slurm" else "")
+    for path in {folder, Path(plan.run)} if to == "slurm" and cluster.nodes > 1 else ():
+        if (kind := _file_system(path)) in NODE_DISKS and folder not in path.parents:
+            yield f"{path} is on {kind} of this machine: all {cluster.nodes} nodes must see the same folder"
+
+
+def _file_system(path: Path) -> str:
+    """Return the type of the file system of a path, which need not exist. Empty = unknown here."""
+    mounts = Path("/proc/mounts")
+    lines = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()] if mounts.exists() else []
+    holding = [
+        (len(point), number, kind) for number, (_, point, kind, *_) in enumerate(lines) if path.is_relative_to(point)
+    ]
+    # Of equal mount points the last hides those before it.
+    return max(holding)[2] if holding else ""
