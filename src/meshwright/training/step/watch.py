@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 from meshwright.spec import Plan
 from meshwright.spec.extras import require
 from meshwright.store.durable import replace_file
+from meshwright.store.run_folder import Goodput
 
 log = logging.getLogger(__name__)
 
@@ -198,6 +199,8 @@ class Summary:
     """The last checkpoint. None = none was written."""
     stopped: str
     """`done`, or why the run ended early: `interrupted` (Ctrl-C), `terminated` (SIGTERM)."""
+    goodput: Goodput | None = None
+    """The wall time of all processes of the run. None = on another rank than the first, or not known."""
 
 
 @runtime_checkable
