@@ -18,7 +18,7 @@ from meshwright.spec.errors import NonFiniteLoss
 from meshwright.spec.recipe.recipe import DataRead
 from meshwright.spec.rules.passes import draws_dropout
 from meshwright.store import checkpoint
-from meshwright.store.run_folder import MetricsLog, RunFolder, SessionLog, read_goodput, write_document
+from meshwright.store.run_folder import MetricsLog, RunFolder, write_document
 from meshwright.store.saver import Saver
 from meshwright.training import device
 from meshwright.training.job import Job
@@ -40,7 +40,15 @@ from meshwright.training.step.evaluate import HeldOutRows, score_sources
 from meshwright.training.step.interrupt import Interrupt, StopAgreement
 from meshwright.training.step.state import TrainState
 from meshwright.training.step.step import train_step
-from meshwright.training.step.watch import EvalMetrics, RunInfo, Summary, Watcher, numbers
+from meshwright.training.step.watch import (
+    EvalMetrics,
+    RunInfo,
+    SessionLog,
+    Summary,
+    Watcher,
+    numbers,
+    read_goodput,
+)
 
 
 def reads_late(device: torch.device) -> bool:
