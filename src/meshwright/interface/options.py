@@ -43,6 +43,21 @@ ModelOrNone = Annotated[
         show_default=False,
     ),
 ]
+AskedMtbf = Annotated[
+    float | None,
+    typer.Option("--mtbf", metavar="HOURS", help="Hours of a device between failures. [default: 50677, Llama 3's]"),
+]
+AskedRestart = Annotated[
+    float | None,
+    typer.Option("--restart", metavar="SECONDS", help="Seconds from a failure to the next step. [default: 180]"),
+]
+AskedRepair = Annotated[
+    float | None, typer.Option("--repair", metavar="HOURS", help="Hours until a failed node is back. [default: 24]")
+]
+AskedStorage = Annotated[
+    float | None,
+    typer.Option("--storage", metavar="GB/s", help="Write speed of each node, for checkpoints. [default: 2]"),
+]
 AskedCluster = Annotated[
     str | None,
     typer.Option(

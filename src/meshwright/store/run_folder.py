@@ -108,7 +108,7 @@ def no_model(path: Path) -> RunError:
 class RunFolder:
     """A run's folder, also a context manager that releases its lock.
 
-    It holds plan.yaml, tokenizer.json, metrics.jsonl, samples.jsonl, dryrun.json, ledger.json, loss.png,
+    It holds plan.yaml, tokenizer.json, metrics.jsonl, samples.jsonl, goodput.jsonl, dryrun.json, ledger.json, loss.png,
     reference.safetensors, checkpoints/ and hf/.
     """
 
@@ -163,6 +163,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """Path of the metrics: one JSON object per line."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def goodput(self) -> Path:
+        """Path of the accounts of wall time: one line per process that trained. A resumed run cuts nothing here."""
+        return self.path / "goodput.jsonl"
 
     @property
     def checkpoints(self) -> Path:

@@ -240,6 +240,8 @@ class StepSpan:
     ended: StepBorder
     pause_begun: StepBorder | None
     """End of the step before, if something came between. None = `begun` is that border, or this is the first step."""
+    fed: StepBorder
+    """The device passed this when the host had the batch."""
     compiled: bool
     """True when code was compiled for the step, or it is the first of the process."""
 
@@ -247,6 +249,11 @@ class StepSpan:
     def seconds(self) -> float:
         """Duration of the step with its wait for data and for a compiler."""
         return self.ended.seconds_since(self.begun)
+
+    @property
+    def idle_s(self) -> float:
+        """Time before the step had work. On a GPU shorter than the host's wait for the batch, or none."""
+        return self.fed.seconds_since(self.begun)
 
     @property
     def pause_s(self) -> float:
@@ -267,24 +274,28 @@ class StepClock:
         """Sums over the steps of this process that have been read."""
         self.paused_s = 0.0
         """Time between steps."""
-        self._steady_tokens, self._steady_s = 0, 0.0
+        self._steady_steps, self._steady_tokens, self._steady_s = 0, 0, 0.0
         self._pause_begun: StepBorder | None = None
         self.start()
 
     def start(self) -> None:
         """Begin the next step here, whatever came before."""
-        self._edge = mark_border(self.device)
+        self._edge = self._fed = mark_border(self.device)
         self._graphs = torch_compile.compiled_graphs()
+
+    def feed(self) -> None:
+        """Note that the host has the batch of the step. Costs a GPU an event in its queue, and no waiting."""
+        self._fed = mark_border(self.device)
 
     def end_step(self, ended: StepBorder) -> StepSpan:
         """End a step at `ended`, where the next one begins."""
         graphs = torch_compile.compiled_graphs()
         span = StepSpan(
-            begun=self._edge, ended=ended, pause_begun=self._pause_begun,
+            begun=self._edge, ended=ended, pause_begun=self._pause_begun, fed=self._fed,
             compiled=not self.steps or graphs > self._graphs,
         )  # fmt: skip
         self.steps += 1
-        self._edge, self._graphs, self._pause_begun = ended, graphs, None
+        self._edge, self._fed, self._graphs, self._pause_begun = ended, ended, graphs, None
         return span
 
     def end_pause(self) -> None:
@@ -301,6 +312,7 @@ class StepClock:
         if span.compiled:
             self.starting_steps, self.starting_s = self.starting_steps + 1, self.starting_s + span.seconds
         else:
+            self._steady_steps += 1
             self._steady_tokens, self._steady_s = self._steady_tokens + tokens, self._steady_s + span.seconds
 
     def close(self) -> None:
@@ -309,6 +321,13 @@ class StepClock:
             self._edge.wait()
             self.paused_s += self._edge.seconds_since(self._pause_begun)
             self._pause_begun = None
+
+    @property
+    def compile_s(self) -> float:
+        """Time by which the first step and those that compiled were longer than the others. 0 = only they are known."""
+        if not self._steady_steps:
+            return 0.0
+        return max(0.0, self.starting_s - self.starting_steps * self._steady_s / self._steady_steps)
 
     @property
     def steady_tokens_per_second(self) -> float | None:

@@ -40,7 +40,15 @@ from meshwright.training.step.evaluate import HeldOutRows, score_sources
 from meshwright.training.step.interrupt import SIGNALS, Interrupt, StopAgreement
 from meshwright.training.step.state import TrainState
 from meshwright.training.step.step import train_step
-from meshwright.training.step.watch import EvalMetrics, RunInfo, Summary, Watcher, numbers
+from meshwright.training.step.watch import (
+    EvalMetrics,
+    RunInfo,
+    SessionLog,
+    Summary,
+    Watcher,
+    numbers,
+    read_goodput,
+)
 
 if TYPE_CHECKING:
     from meshwright.store.mirror import Mirror
@@ -81,6 +89,7 @@ class Trainer:
     _stop: StopAgreement = field(init=False)
     _pending: deque[PendingStep] = field(init=False, default_factory=deque)
     _clock: StepClock = field(init=False)
+    _session: SessionLog = field(init=False)
     _last_loss: float = field(init=False, default=math.nan)
 
     def __post_init__(self) -> None:
@@ -127,6 +136,14 @@ class Trainer:
         self._stop = StopAgreement(self.state.engine.mesh["world"], self.device, stop, self.saver)
         saved = progress.step
         score: float | None = None
+        # A finished run that is started again does no work, so its account stays as it is.
+        self._session = SessionLog(
+            self.folder.goodput,
+            begun=self.pulse.begun,
+            first_step=progress.step,
+            silent=not self.is_rank_zero or progress.step >= recipe.steps,
+        )
+        self._session.end_lap("start")
         self._clock = StepClock(self.device)
         try:
             with self.saver:
@@ -137,19 +154,28 @@ class Trainer:
                     samples = self.samples.due(progress.step)
                     # Evaluation, samples and checkpoint read the weights of this very step: its numbers come first.
                     self._record_steps(log, keep=int(self.late and not (evaluates or saves or samples)))
+                    self._session.end_lap("steps")
                     score = self._evaluate(log) if evaluates else None
                     if samples:
                         self.samples.take(self.state.engine, progress.step)
+                    if evaluates or samples:
+                        self._session.end_lap("evaluation")
                     if saves:
                         self._save(log, score, goes_on=progress.step < recipe.steps)
                         saved = progress.step
                     if evaluates or samples or saves:
                         self._clock.end_pause()
                 self._record_steps(log)
+                self._session.end_lap("steps")
                 # An interruption came between two checkpoints, and its work is kept.
                 if saved != progress.step:
                     self._save(log, score)
                     self._clock.end_pause()
+            # Leaving the saver waits for the last checkpoint.
+            self._session.end_lap("save")
+        except BaseException:
+            self._session.close()
+            raise
         finally:
             feed.close()
             log.close()
@@ -172,6 +198,7 @@ class Trainer:
         asked_s = time.perf_counter()
         batch = feed.take(progress.cursor, count, following if progress.step + 1 < recipe.steps else 0)
         waited = time.perf_counter() - asked_s
+        self._clock.feed()
         self.ledger.begin()
         outcome = train_step(
             self.state.engine,
@@ -221,6 +248,9 @@ class Trainer:
         self.pulse.step_ended(pending.span.seconds)
         progress.seconds += pending.span.seconds
         self._clock.count(pending.span, pending.global_batch * recipe.sequence)
+        # A GPU computes the step before during the host's wait: only time without work counts.
+        exposed_wait_s = min(pending.data_wait_s, pending.span.idle_s)
+        self._session.count_step(pending.step, exposed_wait_s, self._clock.compile_s)
         # Norms of micro-batches and of their sum are two batch sizes, which the noise scale needs.
         if pending.micro_tokens:
             progress.noise.add(values["micro_squared"], pending.micro_tokens, values["grad_norm"][0] ** 2)
@@ -303,6 +333,8 @@ class Trainer:
         fingerprints = self.corpus.fingerprint, self.corpus.tokenizer.fingerprint
         values = self.state.values(self.plan.recipe, *fingerprints, self.plan.data)
         self.saver.save(progress.step, self.state.tensors(), values, score, last=not goes_on)
+        self._session.mark_save()
+        self._session.end_lap("save")
 
     def _describe_run(self) -> RunInfo:
         progress = self.state.progress
@@ -340,6 +372,8 @@ class Trainer:
         bits = None
         if progress.eval_loss is not None and not self.plan.recipe.traits.pairs:
             bits = progress.eval_loss / math.log(2) / validation.bytes_per_token
+        stopped = SIGNALS.get(self._stop.agreed or "", "done")
+        self._session.close(stopped)
         summary = Summary(
             step=progress.step,
             steps=self.plan.recipe.steps,
@@ -362,7 +396,8 @@ class Trainer:
             malformed_rows=self.corpus.malformed.malformed,
             peak_allocated_bytes=device.peak_bytes(self.device),
             checkpoint=checkpoint.find_latest(self.folder.checkpoints),
-            stopped=SIGNALS.get(self._stop.agreed or "", "done"),
+            stopped=stopped,
+            goodput=read_goodput(self.folder.goodput) if self.is_rank_zero else None,
         )
         self._notify("ended", summary)
         return summary

@@ -129,8 +129,9 @@ def joined(hang_after_s: float | None = None) -> Iterator["Heartbeat"]:
     global _watchdog
     from meshwright.parallel.health.heartbeat import Heartbeat
 
+    began = _process_began()
     if processes() == 1:
-        yield Heartbeat()
+        yield Heartbeat(begun=began)
         return
     import torch.distributed as dist
 
@@ -147,11 +148,22 @@ def joined(hang_after_s: float | None = None) -> Iterator["Heartbeat"]:
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise RunError(f"rank {rank()} cannot join the others: {_first_line(error)}") from None
+    _watchdog.pulse.begun = began
     yield _watchdog.pulse
     # Not in a `finally`: after an error the group may be blocked, and `fail` still needs the watchdog.
     dist.destroy_process_group()
     _watchdog.close()
     _watchdog = None
+
+
+def _process_began() -> float:
+    """Return the seconds since 1970 at which this process began: now, where the system has no /proc."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+        up_s = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+    except (OSError, ValueError, IndexError):
+        return time.time()
+    return time.time() - max(0.0, up_s - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def fail(error: BaseException, line: str, code: int) -> None:

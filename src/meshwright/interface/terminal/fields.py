@@ -155,7 +155,10 @@ def closing(summary: Summary, device: str) -> str:
     parts.append(f"peak {summary.peak_allocated_bytes / GIB:.2f} GiB ({measured})")
     if summary.bits_per_byte is not None:
         parts.append(f"{summary.bits_per_byte:.3f} bits per byte")
-    return ", ".join(parts)
+    closed = ", ".join(parts)
+    # Of one process the figures above tell the same.
+    several = summary.goodput is not None and summary.goodput.processes > 1
+    return f"{closed}\n{summary.goodput.words}" if summary.goodput is not None and several else closed
 
 
 def _steady(summary: Summary) -> str:

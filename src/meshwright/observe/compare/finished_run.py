@@ -6,7 +6,7 @@ Everything is validated when it is read, since a folder may come from anywhere.
 import json
 import math
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +16,9 @@ from meshwright.observe.shared_document import SharedDocument, TimePart, parse_d
 from meshwright.spec import Plan
 from meshwright.spec.errors import MeshwrightError, PlanError, RunError, argument
 from meshwright.spec.plan.plan import RANDOM
+from meshwright.spec.units import duration, many
 from meshwright.store.run_folder import MetricsLog, RunFolder
+from meshwright.training.step.watch import read_goodput
 
 Record = dict[str, Any]
 STEP_NUMBERS = ("loss", "grad_norm", "lr", "tokens", "tokens_per_second", "seconds", "step_seconds")
@@ -126,6 +128,38 @@ def _refuse_batch(run: FinishedRun) -> None:
         run.plan_as_run.layout.micro_batches(run.plan_as_run.recipe.global_batch)
     except MeshwrightError as error:
         raise RunError(f"{run.path / 'metrics.jsonl'} is damaged or of another plan: its last step, {error}") from None
+
+
+def goodput_document(run: FinishedRun) -> dict[str, Any] | None:
+    """Return the account of a run's wall time, with words and with an advice on saves. None = the run kept none.
+
+    A run of less than an hour without a failure tells nothing about failures, and gets no advice.
+    """
+    from meshwright.planner.rent.goodput import HOUR_S, Conditions, RunTiming
+
+    account = read_goodput(run.path / "goodput.jsonl")
+    if account is None:
+        return None
+    document = {"share": account.share, **asdict(account), "words": account.words, "advice": ""}
+    step_s, number = account.productive_seconds / max(1, account.steps), account.interruptions
+    if step_s and account.saves and (number or account.wall_seconds >= HOUR_S):
+        assumed, save_s = Conditions(), account.save_seconds / account.saves
+        steps_s = run.plan.recipe.steps * step_s
+        beside = (account.evaluation_seconds + account.data_wait_seconds) / account.productive_seconds
+        mtbf_s, restart_s = assumed.mtbf_device_hours * HOUR_S / run.plan.layout.world, account.start_seconds
+        if number:
+            # Restarts were measured with all waits for nodes, and with failures during a restart.
+            mtbf_s = (account.wall_seconds - account.restart_seconds) / number
+            restart_s = mtbf_s * math.log1p(account.restart_seconds / number / mtbf_s)
+        timing = RunTiming(
+            steps_s=steps_s, work_s=steps_s * (1 + beside), start_s=account.start_seconds, save_s=save_s,
+            restart_s=restart_s, mtbf_s=mtbf_s, interval_s=0.0,
+            # How long a background write takes was not measured.
+            write_s=0.0, hardware=0.0, repair_s=0.0, nodes=1, spares=0,
+        )  # fmt: skip
+        measured = f"measured: {many(number, 'interruption')} in {duration(account.wall_seconds)}"
+        document["advice"] = timing.at_best(step_s).advice(step_s, measured if number else assumed.rate)
+    return document
 
 
 def training_document(run: FinishedRun) -> SharedDocument | None:

@@ -43,6 +43,8 @@ FIRST_STEPS = 2
 class Heartbeat:
     """Reports of a process to its watchdog, all but `pieces` by its main thread."""
 
+    begun: float = field(default_factory=time.time)
+    """Seconds since 1970 at which the work of this process began. A command began with its process."""
     step: int = 0
     """The step under way, or the last one."""
     ended: int = 0

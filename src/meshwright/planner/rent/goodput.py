@@ -15,13 +15,18 @@ A failure rate is unexpected interruptions per device-hour. Llama 3's is the def
 only one that lists the causes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import exp, expm1, floor, sqrt
 from random import Random
 from statistics import fmean
+from typing import Any
+
+from meshwright.spec.errors import ArgumentError
+from meshwright.spec.units import duration, many
 
 HOUR_S, DAY_S = 3600.0, 86_400.0
+MOST_NODES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +82,42 @@ class Conditions:
     """Share of the steps' time that evaluations take."""
     spares: int | None = None
     """Nodes beyond those that train. None = as many as make the run cheapest."""
+
+    @property
+    def rate(self) -> str:
+        """Words on the failure rate, which name the assumption if it is the default."""
+        if self.mtbf_device_hours != LLAMA_3.mtbf_device_hours:
+            return f"one per {self.mtbf_device_hours:,.0f} hours of a device"
+        record = LLAMA_3
+        return (
+            f"assumed: the rate of {record.name}, {record.interruptions:g} unexpected interruptions in "
+            f"{record.days:g} days on {record.devices:,} GPUs"
+        )
+
+
+def asked_conditions(
+    mtbf: float | None = None, restart: float | None = None, repair: float | None = None,
+    storage: float | None = None, evaluation: float | None = None, spares: int | None = None,
+) -> Conditions:  # fmt: skip
+    """Return the conditions, with defaults for None. Raises ArgumentError out of range.
+
+    `mtbf` and `repair` are hours, `restart` seconds, `storage` GB/s.
+    """
+    for name, number, least, most in (
+        ("mtbf", mtbf, 1, 1e9), ("restart", restart, 0, 1e6), ("repair", repair, 0.01, 1e5),
+        ("storage", storage, 1e-3, 1e5), ("evaluation", evaluation, 0, 10), ("spares", spares, 0, MOST_NODES),
+    ):  # fmt: skip
+        if number is not None and not least <= number <= most:
+            raise ArgumentError(name, number, f"must be at least {least:g} and at most {most:,.10g}")
+    plain = Conditions()
+    return Conditions(
+        mtbf_device_hours=plain.mtbf_device_hours if mtbf is None else float(mtbf),
+        restart_s=plain.restart_s if restart is None else float(restart),
+        repair_s=plain.repair_s if repair is None else repair * HOUR_S,
+        storage_bytes_per_s=plain.storage_bytes_per_s if storage is None else storage * 1e9,
+        evaluation=plain.evaluation if evaluation is None else float(evaluation),
+        spares=spares,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +178,27 @@ def expected_wall_s(work_s: float, interval_s: float, save_s: float, restart_s: 
     Daly 2006, eq. 20. Exact for a Poisson process, whole intervals, and a save at the end of each.
     """
     segments = work_s / interval_s
-    return mtbf_s * exp(restart_s / mtbf_s) * expm1((interval_s + save_s) / mtbf_s) * segments
+    try:
+        return mtbf_s * exp(restart_s / mtbf_s) * expm1((interval_s + save_s) / mtbf_s) * segments
+    except OverflowError:  # failures come so often that nothing lasts
+        return float("inf")
+
+
+def exact_interval(save_s: float, mtbf_s: float) -> float:
+    """Return the work between saves that makes `expected_wall_s` least, whatever the restart takes.
+
+    Its derivative is zero where 1 - x = e^(-x - delta/M), x = tau/M. Newton's method descends to it from Young's
+    interval, which is longer.
+    """
+    share = save_s / mtbf_s
+    x = sqrt(2 * share)
+    for _ in range(60):
+        slope = -expm1(-x - share)
+        step = (x - slope) / slope if slope else 0.0
+        x -= step
+        if abs(step) <= 1e-12 * x:
+            break
+    return x * mtbf_s
 
 
 BUSY = 0.1
@@ -145,11 +206,11 @@ BUSY = 0.1
 
 
 def best_interval(save_s: float, mtbf_s: float, write_s: float, step_s: float, work_s: float) -> float:
-    """Return Daly's interval within limits: at least a step, at most the run.
+    """Return the exact interval within limits: at least a step, at most the run.
 
     A shorter one would also leave writing under way for more than BUSY of the time.
     """
-    return min(work_s, max(daly(save_s, mtbf_s), write_s / BUSY, step_s))
+    return min(work_s, max(exact_interval(save_s, mtbf_s), write_s / BUSY, step_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +272,62 @@ class RunTiming:
     def goodput(self) -> float:
         """Share of the time in which lasting steps are done."""
         return self.steps_s / self.wall_s
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """Mean time of each part. They sum to `wall_s`."""
+        # A restart begins anew when a failure interrupts it, so it takes longer than `restart_s` on average.
+        ended = self.running_s / self.mtbf_s * exp(-self.restart_s / self.mtbf_s)
+        saves_s = self.save_s * self.work_s / self.interval_s
+        return {
+            "steps": self.steps_s,
+            "evaluation": self.work_s - self.steps_s,
+            "saves": saves_s,
+            "lost work": ended * self.mtbf_s - self.work_s - saves_s,
+            "restarts": ended * self.mtbf_s * expm1(self.restart_s / self.mtbf_s),
+            "missing nodes": self.wall_s - self.start_s - self.running_s,
+            "start": self.start_s,
+        }
+
+    def at_best(self, step_s: float) -> "RunTiming":
+        """Return the timing with the best interval between saves."""
+        return replace(self, interval_s=best_interval(self.save_s, self.mtbf_s, self.write_s, step_s, self.work_s))
+
+    def save_every(self, step_s: float) -> int:
+        """Return `interval_s` in whole steps: recipe.checkpoint_every."""
+        return max(1, round(self.interval_s / step_s))
+
+    def document(self, step_s: float) -> dict[str, Any]:
+        """Return the figures in plain units."""
+        return {
+            "goodput": self.goodput, "wall_seconds": self.wall_s, "wall_seconds_by_part": self.parts_s,
+            "failures": self.failures, "mtbf_seconds": self.mtbf_s, "checkpoint_every": self.save_every(step_s),
+            "save_every_seconds": self.interval_s, "save_stall_seconds": self.save_s,
+            "save_write_seconds": self.write_s, "spare_nodes": self.spares,
+        }  # fmt: skip
+
+    def advice(self, step_s: float, rate: str) -> str:
+        """Return how often to save, and why. `rate`: where the failure rate is from."""
+        every, least_s = self.save_every(step_s), max(step_s, self.write_s / BUSY)
+        spent = [
+            f"{name} {seconds / self.wall_s:.1%}"
+            for name, seconds in self.parts_s.items()
+            if name != "steps" and seconds >= 5e-4 * self.wall_s
+        ]
+        more = replace(self, spares=self.spares + 1).goodput
+        spare = f"; with one more spare node {more:.1%}" if more >= self.goodput + 0.005 else ""
+        if self.interval_s >= self.work_s:
+            why = "the run is shorter than any interval that pays"
+        elif least_s > exact_interval(self.save_s, self.mtbf_s):
+            why = f"writing takes {duration(self.write_s)}, and may be under way for {BUSY:.0%} of the time"
+            why = why if least_s > step_s else "saves cost so little that each step can be saved"
+        else:
+            why = "less often would lose more work, more often would save for longer"
+        return (
+            f"Save every {many(every, 'step')} (recipe.checkpoint_every={every}, {duration(every * step_s)}): {why}; "
+            f"a save stops training for {duration(self.save_s)}, and a failure comes every {duration(self.mtbf_s)} "
+            f"({rate}). Goodput {self.goodput:.1%}{': ' if spent else ''}{', '.join(spent)}{spare}."
+        )
 
 
 def time_run(

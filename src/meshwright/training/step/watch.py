@@ -1,4 +1,4 @@
-"""The Watcher protocol, the records that watchers of a run get, and watchers that write to services. No torch.
+"""The Watcher protocol, the records that watchers get, the account of wall time, watchers of services. No torch.
 
 TensorBoard and Weights & Biases are extras.
 """
@@ -7,15 +7,21 @@ import importlib
 import json
 import logging
 import math
+import os
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from meshwright.spec import Plan
+from meshwright.spec.errors import RunError
 from meshwright.spec.extras import require
-from meshwright.store.durable import replace_file
+from meshwright.spec.units import duration, many
+from meshwright.store.durable import replace_file, report_in_one_line
+from meshwright.store.run_folder import MetricsLog
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +164,177 @@ def numbers(metrics: StepMetrics | EvalMetrics) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
+PARTS = ("start", "steps", "data", "evaluation", "save", "other")
+"""Parts of a process's time. `other` follows the last step: the plot, the ledger."""
+ACCOUNT_BYTES = 512
+"""Length of a line of goodput.jsonl. It lies within one page, so no kill tears it."""
+
+
+class SessionLog:
+    """Accounts for the wall time of this process in a line of goodput.jsonl, which is rewritten after each step.
+
+    `silent` writes nothing; every rank but the first is silent.
+
+    Args:
+        begun: Seconds since 1970 at which the process began.
+        first_step: Steps done before: those of the checkpoint that it resumed from.
+    """
+
+    def __init__(self, path: Path, *, begun: float, first_step: int, silent: bool = False) -> None:
+        self.path = path
+        self.record: dict[str, Any] = {
+            "begun": round(begun, 3), "first_step": first_step, "step": first_step, "stopped": "", "saves": 0,
+            "compile": 0.0, "marks": [], **dict.fromkeys(PARTS, 0.0),
+        }  # fmt: skip
+        self._lap_began = time.perf_counter() - max(0.0, time.time() - begun)
+        self._handle: int | None = None
+        if not silent:
+            with report_in_one_line(path):
+                self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                # A power cut may leave a part of a line, which is overwritten.
+                self._offset = os.fstat(self._handle).st_size // ACCOUNT_BYTES * ACCOUNT_BYTES
+
+    def end_lap(self, part: str) -> None:
+        """Add the time since the last lap to a part, and write the line."""
+        now = time.perf_counter()
+        self.record[part] += now - self._lap_began
+        self._lap_began = now
+        if self._handle is None:
+            return
+        account = {name: round(entry, 4) if isinstance(entry, float) else entry for name, entry in self.record.items()}
+        line = json.dumps(account).encode().ljust(ACCOUNT_BYTES - 1) + b"\n"
+        with report_in_one_line(self.path):
+            os.pwrite(self._handle, line, self._offset)
+
+    def count_step(self, step: int, exposed_wait_s: float, compile_s: float) -> None:
+        """Note the last step that is done.
+
+        `exposed_wait_s`: time of this step without work, for want of data. `compile_s`: time of all steps so far by
+        which those that compiled were longer than the others.
+        """
+        self.record["step"], self.record["compile"] = step, compile_s
+        self.record["steps"] -= exposed_wait_s
+        self.record["data"] += exposed_wait_s
+
+    def mark_save(self) -> None:
+        """Note the useful time until this checkpoint: a later process may resume from it."""
+        self.record["saves"] += 1
+        useful_s = round(max(0.0, self.record["steps"] - self.record["compile"]), 4)
+        # The newest may still be uncommitted, so the one before counts too.
+        self.record["marks"] = [*self.record["marks"][-1:], [self.record["step"], useful_s]]
+
+    def close(self, stopped: str = "") -> None:
+        """End the account. `stopped`: as in the summary of a run; empty = an error ended it."""
+        self.record["stopped"] = stopped
+        if stopped:
+            self.end_lap("other")
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """The wall time of a run over all its processes, by rank 0's clock. The parts sum to `wall_seconds`."""
+
+    processes: int
+    interruptions: int
+    """Processes that a failure, a kill or SIGTERM ended, and that another one followed."""
+    steps: int
+    """Steps that count."""
+    saves: int
+    wall_seconds: float
+    """Time from the begin of the first process to the last record of the last one, without `idle_seconds`."""
+    productive_seconds: float
+    """Steps that count, without their wait for data."""
+    start_seconds: float
+    """First process: import, join, load, and the extra time of steps that compile."""
+    evaluation_seconds: float
+    """Evaluations and samples."""
+    save_seconds: float
+    """Time that training waited for checkpoints."""
+    data_wait_seconds: float
+    """Time without work, for want of data."""
+    lost_seconds: float
+    """Steps that a later process repeated."""
+    restart_seconds: float
+    """Time from the last record of an interrupted process to the first step of the next, and what that one compiled."""
+    other_seconds: float
+    idle_seconds: float
+    """Time between a process that had finished, or that Ctrl-C had ended, and the next."""
+
+    @property
+    def share(self) -> float:
+        """Productive time over wall time."""
+        return self.productive_seconds / self.wall_seconds if self.wall_seconds else 0.0
+
+    @property
+    def words(self) -> str:
+        """One line for people."""
+        spent = {
+            "lost work": self.lost_seconds, "restarts": self.restart_seconds, "start": self.start_seconds,
+            "evaluation and samples": self.evaluation_seconds, "saves": self.save_seconds,
+            "wait for data": self.data_wait_seconds, "other": self.other_seconds,
+        }  # fmt: skip
+        shares = [f", {name} {seconds / self.wall_seconds:.1%}" for name, seconds in spent.items() if seconds]
+        over = f"{duration(self.wall_seconds)} in {many(self.processes, 'process', 'processes')}"
+        return f"goodput {self.share:.1%} of {over}{''.join(shares)}"
+
+
+def read_goodput(path: Path) -> Goodput | None:
+    """Add up the accounts of a run. None = there are none. Raises RunError for a damaged file."""
+    records = MetricsLog.read(path)
+    try:
+        return _add_accounts(records) if records else None
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{path} is damaged or of another program ({error!r}): remove it") from None
+
+
+def _add_accounts(records: list[dict[str, Any]]) -> Goodput:
+    spent = dict.fromkeys((*PARTS, "lost", "restart", "idle"), 0.0)
+    interruptions, last = 0, len(records) - 1
+    resumed_at = records[-1]["step"]
+    for number in range(last, -1, -1):
+        record = records[number]
+        useful_s, kept_s = _useful_seconds(record, resumed_at)
+        resumed_at = min(resumed_at, record["first_step"])
+        spent["steps"] += kept_s
+        spent["lost"] += useful_s - kept_s
+        before_s = record["start"] + record["steps"] - useful_s
+        for part in ("data", "evaluation", "save", "other"):
+            spent[part] += record[part]
+        if not number:
+            spent["start"] = before_s
+            continue
+        earlier = records[number - 1]
+        gap_s = max(0.0, record["begun"] - earlier["begun"] - sum(earlier[part] for part in PARTS))
+        by_choice = earlier["stopped"] in ("done", "interrupted")
+        interruptions += not by_choice
+        spent["idle" if by_choice else "restart"] += gap_s
+        spent["restart"] += before_s
+    return Goodput(
+        processes=len(records), interruptions=interruptions, steps=records[-1]["step"],
+        saves=sum(record["saves"] for record in records), wall_seconds=sum(spent.values()) - spent["idle"],
+        productive_seconds=spent["steps"], start_seconds=spent["start"], evaluation_seconds=spent["evaluation"],
+        save_seconds=spent["save"], data_wait_seconds=spent["data"], lost_seconds=spent["lost"],
+        restart_seconds=spent["restart"], other_seconds=spent["other"], idle_seconds=spent["idle"],
+    )  # fmt: skip
+
+
+def _useful_seconds(record: Mapping[str, Any], resumed_at: int) -> tuple[float, float]:
+    """Return the time of a process's steps without compilation, and that of its steps up to `resumed_at`.
+
+    Between checkpoints, whose times are known, steps count as equally long.
+    """
+    useful_s = max(0.0, record["steps"] - record["compile"])
+    points = [(record["first_step"], 0.0), *record["marks"], (record["step"], useful_s)]
+    for (step, until_s), (next_step, next_s) in pairwise(points):
+        if resumed_at < next_step:
+            share = max(0, resumed_at - step) / (next_step - step)
+            return useful_s, min(useful_s, until_s + share * (next_s - until_s))
+    return useful_s, useful_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """Outcome of a run."""
@@ -198,6 +375,8 @@ class Summary:
     """The last checkpoint. None = none was written."""
     stopped: str
     """`done`, or why the run ended early: `interrupted` (Ctrl-C), `terminated` (SIGTERM), `preempted` (SIGUSR1)."""
+    goodput: Goodput | None = None
+    """The wall time of all processes of the run. None = on another rank than the first, or not known."""
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from meshwright.interface.answers.markup import line, table, whole
 from meshwright.interface.planning.plan_request import check_cluster, planner_of
 from meshwright.observe.compare.comparison import ComparedRow, Comparison, DryRunner, columns
 from meshwright.observe.compare.comparison import compare as compare_columns
-from meshwright.observe.compare.finished_run import DRYRUN, FinishedRun, open_run
+from meshwright.observe.compare.finished_run import DRYRUN, FinishedRun, goodput_document, open_run
 from meshwright.observe.compare.table import TITLES, as_json, explanation, percent, row_json, shown, verdict
 from meshwright.observe.shared_document import SharedDocument, parse_document
 from meshwright.spec import Plan
@@ -33,6 +33,8 @@ class ComparisonAnswer(Answer):
 
     run: Path
     comparison: Comparison
+    goodput: dict[str, Any] | None = None
+    """The account of the run's wall time. None = the run kept none."""
 
     @property
     def plan(self) -> Plan:
@@ -57,7 +59,7 @@ class ComparisonAnswer(Answer):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document that `meshwright compare --json` prints."""
-        return as_json(self.comparison, str(self.run))
+        return {**as_json(self.comparison, str(self.run)), "goodput": self.goodput}
 
     def check(self) -> None:
         """Raise OutsideTolerance with the first row that disagrees, RunError if nothing could be compared."""
@@ -132,7 +134,8 @@ def compare(
     finished = open_run(folder)
     plan = finished.plan_as_run
     three = columns(finished, planner_of(plan, cluster), _dry_runner(finished, told) if dry_run else None)
-    return ComparisonAnswer(run=folder, comparison=compare_columns(plan, three, tolerance))
+    comparison = compare_columns(plan, three, tolerance)
+    return ComparisonAnswer(run=folder, comparison=comparison, goodput=goodput_document(finished))
 
 
 def check_tolerance(tolerance: float) -> None:

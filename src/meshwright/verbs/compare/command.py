@@ -56,7 +56,7 @@ def compare(
     if json:
         print_json(answer.to_dict())
     else:
-        show(in_words(answer.comparison, str(run), every=every))
+        show(in_words(answer.comparison, str(run), every=every, goodput=answer.goodput))
     answer.check()
 
 

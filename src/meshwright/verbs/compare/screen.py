@@ -1,7 +1,7 @@
 """Answer of `compare` on the terminal: the verdict, then the rows that differ. Equal rows take one sentence."""
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from meshwright.interface.terminal.compared_rows import ERROR, UNIT, VALUE, heads, row_line, served_rows
 from meshwright.interface.terminal.screen_text import dot, marked, width, wrapped
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 UNKNOWN = "--all also says why a figure is unknown; meshwright profile measures the most figures."
 
 
-def answer(comparison: Comparison, run: str, *, every: bool = False) -> Iterator[str]:
+def answer(
+    comparison: Comparison, run: str, *, every: bool = False, goodput: Mapping[str, Any] | None = None
+) -> Iterator[str]:
     """Yield all lines. `every`: all rows of all ranks, also those that agree or have one figure."""
     columns = width()
     yield from _verdict(comparison, run)
@@ -43,6 +45,8 @@ def answer(comparison: Comparison, run: str, *, every: bool = False) -> Iterator
         *(missing(comparison) if every else [*_unjudged(comparison), UNKNOWN]),
     ):
         yield from wrapped(sentence, columns, "", "  ")
+    if goodput is not None:
+        yield from wrapped(f"{goodput['words']}. {goodput['advice']}".strip(), columns, f"{'hours:':<10}")
     for column in comparison.columns:
         yield from wrapped(column.about, columns, f"{column.title + ':':<10}")
 

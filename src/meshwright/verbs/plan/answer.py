@@ -43,6 +43,7 @@ from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit, MeshwrightError, argument
 
 if TYPE_CHECKING:
+    from meshwright.planner.rent.goodput import Conditions, RunTiming
     from meshwright.stacks.declaration.software import TrainingSoftware
 
 
@@ -59,6 +60,8 @@ class PlanAnswer(Answer):
     price: float = 0.0
     software: "TrainingSoftware | None" = None
     """The training software of these layouts. None = this package's own engine."""
+    conditions: "Conditions | None" = None
+    """Failures, restarts and storage of the run. None = its length is not known, or other software trains it."""
 
     @property
     def best(self) -> PlannedLayout:
@@ -97,6 +100,29 @@ class PlanAnswer(Answer):
             return None
         return budget(self.tokens, best.tokens_per_step, best.step_s, best.plan.layout.world, self.price)
 
+    @cached_property
+    def timing(self) -> "RunTiming | None":
+        """Wall time of the whole run with its saves and failures."""
+        if self.conditions is None:
+            return None
+        from meshwright.planner.rent.goodput import time_run
+        from meshwright.planner.rent.run_on import checkpoint_of, steps_of
+
+        best = self.ranking.best[0]
+        steps_s = steps_of(self.tokens, best.tokens_per_step) * best.step_s
+        saves, cluster = checkpoint_of(best.plan, self.conditions), best.plan.cluster
+        return time_run(steps_s, best.step_s, best.plan.layout.world, cluster.nodes, saves, self.conditions)
+
+    @property
+    def weeks(self) -> str:
+        """A sentence on the time with failures, and on how often to save. Empty = the length is not known."""
+        if self.timing is None or self.conditions is None:
+            return ""
+        from meshwright.planner.rent.run_on import days
+
+        advice = self.timing.advice(self.ranking.best[0].step_s, self.conditions.rate)
+        return f"With failures, evaluation and checkpoints {days(self.timing.wall_s)}. {advice}"
+
     @property
     def known_errors(self) -> tuple[str, ...]:
         """Sentences on the planner's errors on published rows of that software, and on what it cannot predict."""
@@ -131,6 +157,7 @@ class PlanAnswer(Answer):
             **document(self.ranking.best[0]),
             **ranked(self.ranking),
             **({} if bill is None else {"budget": asdict(bill)}),
+            **({} if self.timing is None else {"goodput": self.timing.document(self.ranking.best[0].step_s)}),
             **({"for": self.software.word, "known_errors": list(self.known_errors)} if self.software else {}),
         }
 
@@ -180,6 +207,11 @@ def plan(
     memory: float | None = None,
     stack: str = "",
     document_tokens: float = 0.0,
+    mtbf: float | None = None,
+    restart: float | None = None,
+    repair: float | None = None,
+    storage: float | None = None,
+    spares: int | None = None,
 ) -> PlanAnswer:
     """Rank the layouts of a model on a cluster by predicted step time.
 
@@ -198,6 +230,11 @@ def plan(
         stack: Training software to plan for: "torchtitan", "megatron-lm", ... `write` makes its files. Empty = this
             package's engine.
         document_tokens: Average length of the packed document around a token. 0 = the whole row.
+        mtbf: Hours of a device between failures. None = as in Llama 3's run. This and what follows need `tokens`.
+        restart: Seconds from a failure to the next step.
+        repair: Hours until a failed node is back.
+        storage: GB/s of a node, for checkpoints.
+        spares: Nodes beyond those that train.
 
     Raises:
         DoesNotFit: No layout fits. Its `answer` is the nearest one (PlannedLayout).
@@ -208,6 +245,21 @@ def plan(
     asked = asked if memory is None else within(asked, memory)
     budget = tokens_of(tokens)
     _check_price(price, budget)
+    conditions = None
+    failures: dict[str, Any] = {
+        "mtbf": mtbf,
+        "restart": restart,
+        "repair": repair,
+        "storage": storage,
+        "spares": spares,
+    }
+    if budget and stack in ("", MESHWRIGHT.name):
+        from meshwright.planner.rent.goodput import asked_conditions
+
+        conditions = asked_conditions(**{**failures, "spares": spares or 0})
+    elif option := next((name for name, setting in failures.items() if setting is not None), ""):
+        rule = "is for the length of a run by this package's engine"
+        raise ArgumentError(option, failures[option], rule, f"give {argument('tokens', '15T')}, or leave it out")
     if listed is not None and listed < 1:
         raise ArgumentError("listed", listed, "must be at least 1")
     if isinstance(layout, Layout):
@@ -243,7 +295,14 @@ def plan(
     ranking = recommend(estimator, asked, ranking, fixed)
     # After the recommendation, which may come from below the listed ones.
     del ranking.best[listed or LISTED_LAYOUTS :]
-    return PlanAnswer(ranking=ranking, estimator=estimator, fixed=fixed, tokens=budget, price=price, software=software)
+    answer = PlanAnswer(
+        ranking=ranking, estimator=estimator, fixed=fixed, tokens=budget, price=price, software=software,
+        conditions=conditions,
+    )  # fmt: skip
+    if answer.timing is not None and answer.timing.wall_s == float("inf"):
+        rule = f"lets no run end: a failure of the cluster comes every {answer.timing.mtbf_s:.2g} s"
+        raise ArgumentError("mtbf", mtbf, rule, "give that of one device, not of the cluster")
+    return answer
 
 
 def _does_not_fit(

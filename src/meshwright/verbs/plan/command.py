@@ -18,13 +18,17 @@ from meshwright.interface.options import (
     AskedInput,
     AskedKv,
     AskedMeasure,
+    AskedMtbf,
     AskedNodes,
     AskedOutput,
     AskedOutputFolder,
     AskedQuantization,
     AskedRecipe,
+    AskedRepair,
+    AskedRestart,
     AskedServe,
     AskedStack,
+    AskedStorage,
     ModelOrNone,
     refuse_load,
 )
@@ -79,6 +83,13 @@ def plan(
             show_default=False,
         ),
     ] = 0.0,
+    mtbf: AskedMtbf = None,
+    restart: AskedRestart = None,
+    repair: AskedRepair = None,
+    storage: AskedStorage = None,
+    spares: Annotated[
+        int | None, typer.Option("--spares", metavar="INT", help="Nodes beyond those that train. [default: 0]")
+    ] = None,
     memory: Annotated[
         float | None,
         typer.Option("--memory", metavar="GIB", help="Memory of each device that a layout may use. [default: all]"),
@@ -138,12 +149,19 @@ def plan(
     cluster = _with_gpus(cluster, gpus)
     # One verb for four questions: a configuration (--from), formulas (--formula), serving (--serve), and training.
     # Options of another question are refused, since ignoring them would mislead.
+    failures: dict[str, Any] = {
+        "mtbf": mtbf,
+        "restart": restart,
+        "repair": repair,
+        "storage": storage,
+        "spares": spares,
+    }
     if source:
         from meshwright.verbs.plan_from.answer import plan_from
 
         _refuse_beside_from({"tune": tune, "teacher": teacher, "tokens": tokens, "price": price, "memory": memory,
                         "document-tokens": document_tokens, "save": save, "top": top, "serve": serve,
-                        "out": output, "formula": formula})  # fmt: skip
+                        "out": output, "formula": formula, **failures})  # fmt: skip
         print_config(
             plan_from(
                 source, model=model or "", cluster=cluster, nodes=nodes, layout=layout, recipe=recipe, stack=stack
@@ -158,14 +176,14 @@ def plan(
         print_formula(model, cluster, layout, recipe, json=json, others={
             "nodes": nodes, "tune": tune, "teacher": teacher, "tokens": tokens, "price": price, "memory": memory,
             "save": save, "stack": stack, "out": output, "top": top, "serve": serve, "details": details,
-            "document_tokens": document_tokens, "sweep": sweep, "html": html,
+            "document_tokens": document_tokens, "sweep": sweep, "html": html, **failures,
         })  # fmt: skip
         return
     if html is not None and not sweep:
         raise ArgumentError("html", html, f"is for {argument('sweep')}", "leave it out")
     if sweep:
         unused = {"tokens": tokens, "price": price, "save": save, "top": top, "serve": serve, "out": output,
-                  "teacher": teacher, "details": details}  # fmt: skip
+                  "teacher": teacher, "details": details, **failures}  # fmt: skip
         for name, setting in unused.items():
             if setting:
                 raise ArgumentError(name, setting, f"does not go with {argument('sweep')}", "leave one of them out")
@@ -183,7 +201,7 @@ def plan(
     if serve:
         training = {"recipe": recipe, "tune": tune, "teacher": teacher, "tokens": tokens, "price": price,
                     "memory": memory, "document_tokens": document_tokens, "save": save, "for": stack,
-                    "out": output}  # fmt: skip
+                    "out": output, **failures}  # fmt: skip
         print_serving(
             model, cluster, nodes, layout, load, training, details=details, top=top, json=json, measure=measure
         )
@@ -205,7 +223,7 @@ def plan(
         answer = rank_layouts(
             model, cluster=cluster, nodes=nodes, layout=layout, recipe=recipe, tune=tune, teacher=teacher,
             tokens=tokens, price=price, stack=stack, document_tokens=document_tokens,
-            listed=top + 1 if top and json else max(LISTED, (top or 0) + 1), memory=memory,
+            listed=top + 1 if top and json else max(LISTED, (top or 0) + 1), memory=memory, **failures,
         )  # fmt: skip
     except DoesNotFit as error:
         if json and error.document:
@@ -228,6 +246,7 @@ def plan(
         saved=str(save or ""),
         own_batch=Path(model).suffix not in PLANS and not any("batch" in word for word in recipe or ()),
         stack=answer.software.word if answer.software else "",
+        weeks=answer.weeks,
     )
     show([*in_words(answer.estimator, answer.ranking, asked), *_device_note(cluster, nodes or 1)])
     if answer.software:

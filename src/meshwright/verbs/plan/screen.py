@@ -39,6 +39,8 @@ class Asked:
     """The planner chose the sequences per step, since the user gave none."""
     stack: str = ""
     """Other training software, which has its own files and no --save."""
+    weeks: str = ""
+    """A sentence on failures and saves of the whole run. Empty = its length is not known."""
 
 
 def answer(estimator: Estimator, ranking: Ranking, asked: Asked) -> Iterator[str]:
@@ -129,6 +131,8 @@ def _why(estimator: Estimator, best: Prediction, asked: Asked) -> Iterator[str]:
         yield from caution_lines(sentence)
     if asked.tokens:
         yield from wrapped(explain.bill(best, asked.tokens, asked.price), columns, "  ")
+    if asked.weeks:
+        yield from wrapped(asked.weeks, columns, "  ")
 
 
 def _next(asked: Asked, chosen: bool) -> list[str]:

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from meshwright.interface.planning.plan_request import asked_plan
 from meshwright.planner.explain import words_of
 from meshwright.planner.rent import prices as price_tables
 from meshwright.planner.rent.clusters import NODES, lacks, left_out
-from meshwright.planner.rent.goodput import LLAMA_3, Conditions
+from meshwright.planner.rent.goodput import MOST_NODES, asked_conditions
 from meshwright.planner.rent.prices import Prices
 from meshwright.planner.rent.run_on import RentedRun, days, plain, three
 from meshwright.planner.rent.served_on import RentedServing, SweptServing, sweep_serving
@@ -24,8 +24,7 @@ from meshwright.spec.errors import ArgumentError, DoesNotFit, argument
 from meshwright.spec.units import count, many
 from meshwright.verbs.plan_serve.answer import asked_load
 
-DAY_S, HOUR_S = 86_400.0, 3600.0
-MOST_NODES = 4096
+DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -152,16 +151,14 @@ def row_of(run: RentedRun, deadline_s: float = float("inf"), budget_usd: float =
     """Return the figures of a run in plain units."""
     prediction, timing, simulated, offer = run.prediction, run.timing, run.simulated, run.offer
     return {
-        "cluster": offer.name, "device": offer.price.device, "nodes": offer.nodes, "spare_nodes": timing.spares,
+        "cluster": offer.name, "device": offer.price.device, "nodes": offer.nodes,
         "devices": offer.devices, "layout": words_of(prediction.plan), "step_seconds": prediction.step_s,
         "steps": run.steps,
         "tokens_per_second": prediction.tokens_per_step / prediction.step_s, "mfu_full": prediction.mfu(causal=False),
         "peak_bytes": round(prediction.peak_bytes), "fits_probability": run.fits,
-        "wall_seconds": run.wall_s, "wall_seconds_90": list(run.range_s),
-        "goodput": timing.goodput, "goodput_simulated": simulated.goodput,
+        "wall_seconds_90": list(run.range_s), **timing.document(prediction.step_s),
+        "goodput_simulated": simulated.goodput,
         "goodput_90": [timing.steps_s / simulated.quantile_s(0.95), timing.steps_s / simulated.quantile_s(0.05)],
-        "failures": timing.failures, "mtbf_seconds": timing.mtbf_s, "save_every_seconds": timing.interval_s,
-        "save_stall_seconds": timing.save_s, "save_write_seconds": timing.write_s,
         "checkpoint_bytes": round(run.saves.total_bytes),
         "usd": run.usd, "usd_90": list(run.range_usd), "usd_per_gpu_hour": offer.price.usd_per_hour,
         "price_source": offer.price.words, "kwh": run.kwh, "limits": list(run.limits),
@@ -221,7 +218,7 @@ def rent(
     offers = asked_prices(prices)
     names = asked_devices(devices, offers)
     numbers = asked_nodes(nodes)
-    conditions = _conditions(mtbf, restart, repair, storage, evaluation, spares)
+    conditions = asked_conditions(mtbf, restart, repair, storage, evaluation, spares)
     if budget is not None and not 0 < budget < float("inf"):
         raise ArgumentError("budget", budget, "must be a number of dollars above 0")
     # The run on one device: every cluster takes its batch, so all train alike.
@@ -302,35 +299,6 @@ def asked_nodes(numbers: int | Sequence[int] | None) -> tuple[int, ...]:
         if not 1 <= number <= MOST_NODES:
             raise ArgumentError("nodes", number, f"must be at least 1 and at most {MOST_NODES:,}")
     return tuple(sorted(set(numbers))) if numbers else NODES
-
-
-def _conditions(
-    mtbf: float | None, restart: float | None, repair: float | None, storage: float | None, evaluation: float | None,
-    spares: int | None,
-) -> Conditions:  # fmt: skip
-    """Return the conditions, with defaults. Raises ArgumentError out of range."""
-    _within("mtbf", mtbf, 1, 1e9)
-    _within("restart", restart, 0, 1e6)
-    _within("repair", repair, 0.01, 1e5)
-    _within("storage", storage, 1e-3, 1e5)
-    _within("evaluation", evaluation, 0, 10)
-    _within("spares", spares, 0, MOST_NODES)
-    plain = Conditions()
-    return replace(
-        plain,
-        # The largest published record of failures: 419 interruptions of 16,384 GPUs in 54 days.
-        mtbf_device_hours=LLAMA_3.mtbf_device_hours if mtbf is None else float(mtbf),
-        restart_s=plain.restart_s if restart is None else float(restart),
-        repair_s=plain.repair_s if repair is None else repair * HOUR_S,
-        storage_bytes_per_s=plain.storage_bytes_per_s if storage is None else storage * 1e9,
-        evaluation=plain.evaluation if evaluation is None else float(evaluation),
-        spares=spares,
-    )
-
-
-def _within(name: str, number: float | None, least: float, most: float) -> None:
-    if number is not None and not least <= number <= most:
-        raise ArgumentError(name, number, f"must be at least {least:g} and at most {most:,.10g}")
 
 
 def _no_run(asked: RentRequest, swept: Swept) -> DoesNotFit:

@@ -11,9 +11,13 @@ from meshwright.interface.options import (
     AskedInput,
     AskedKv,
     AskedModel,
+    AskedMtbf,
     AskedOutput,
     AskedQuantization,
     AskedRecipe,
+    AskedRepair,
+    AskedRestart,
+    AskedStorage,
 )
 from meshwright.spec.errors import ArgumentError, argument
 
@@ -52,21 +56,10 @@ def rent(
     quick: Annotated[
         bool, typer.Option("--quick", help="Skip the second search, over all layouts of plan, for rows of the front.")
     ] = False,
-    mtbf: Annotated[
-        float | None,
-        typer.Option("--mtbf", metavar="HOURS", help="Hours of a device between failures. [default: 50677, Llama 3's]"),
-    ] = None,
-    restart: Annotated[
-        float | None,
-        typer.Option("--restart", metavar="SECONDS", help="Seconds from a failure to the next step. [default: 180]"),
-    ] = None,
-    repair: Annotated[
-        float | None, typer.Option("--repair", metavar="HOURS", help="Hours until a failed node is back. [default: 24]")
-    ] = None,
-    storage: Annotated[
-        float | None,
-        typer.Option("--storage", metavar="GB/s", help="Write speed of each node, for checkpoints. [default: 2]"),
-    ] = None,
+    mtbf: AskedMtbf = None,
+    restart: AskedRestart = None,
+    repair: AskedRepair = None,
+    storage: AskedStorage = None,
     evaluation: Annotated[
         float | None,
         typer.Option("--evaluation", metavar="SHARE", help="Evaluation time over step time. [default: 0.01]"),

@@ -9,7 +9,7 @@ from meshwright.interface.terminal.screen_text import continued, dot, width, wra
 from meshwright.planner.explain import probability, rate_caveats
 from meshwright.planner.rent.clusters import Offer
 from meshwright.planner.rent.goodput import LLAMA_3
-from meshwright.planner.rent.run_on import RentedRun, days, digits, dollars, plain, three
+from meshwright.planner.rent.run_on import RentedRun, days, dollars, plain, three
 from meshwright.planner.rent.served_on import RentedServing
 from meshwright.planner.rent.sweep import LONGEST_S
 from meshwright.spec.units import count, duration, many, short_gib, step_time
@@ -190,13 +190,12 @@ def reproduced(answer: RentAnswer) -> str:
     """Describe the recommended run: its layout and its checkpoints."""
     best = answer.recommended
     weeks = best.timing
-    size = digits(best.error)
     planned = best.prediction
     few = plain(weeks.failures, best.error) if weeks.failures >= FEW else f"fewer than {FEW:g}"
     return (
-        f"Layout of {best.title}: {step_time(planned.step_s)} per step, {short_gib(planned.peak_bytes)}; save "
-        f"every {duration(float(f'{weeks.interval_s:.{size}g}'))} ({short_gib(best.saves.total_bytes)}), "
-        f"{few} failures expected."
+        f"Layout of {best.title}: {step_time(planned.step_s)} per step, {short_gib(planned.peak_bytes)}; "
+        f"checkpoints of {short_gib(best.saves.total_bytes)}, {few} failures expected. "
+        f"{weeks.advice(planned.step_s, answer.asked.conditions.rate)}"
     )
 
 

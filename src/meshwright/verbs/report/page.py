@@ -19,7 +19,7 @@ import yaml
 from meshwright import planfile
 from meshwright.interface.answers.markup import report_style
 from meshwright.observe.compare.comparison import Column, columns, compare
-from meshwright.observe.compare.finished_run import FinishedRun
+from meshwright.observe.compare.finished_run import FinishedRun, goodput_document
 from meshwright.observe.compare.table import as_json, verdict
 from meshwright.observe.shared_document import PartPeak, Ran, RankRecord, SharedDocument
 from meshwright.planner.cost.stage_costs import ranks_of
@@ -113,6 +113,7 @@ def data(run: FinishedRun, name: str, planner: Estimator | None, tolerance: floa
         "evaluations": evaluations(run.evaluations),
         "samples": _samples(run),
         "last": _totals(run),
+        "goodput": goodput_document(run),
         "comparison": as_json(comparison, name),
         "verdict": list(verdict(comparison)),
         "moments": {

@@ -30,6 +30,7 @@ function drawTiles() {
     add(trained, "loss", figure(curves.loss.at(-1) ?? null), `nats, step ${last.steps.toLocaleString("en")} of ${last.of.toLocaleString("en")}`);
     if (last.eval_loss !== null) add(trained, "held-out loss", figure(last.eval_loss), last.bits_per_byte === null ? "nats" : `nats; ${last.bits_per_byte.toFixed(3)} bits per byte`);
     add(trained, "tokens", shortNumber(last.tokens), `in ${duration(last.seconds)}`);
+    if (run.goodput) add(trained, "goodput", percent(run.goodput.share), `of ${duration(run.goodput.wall_seconds)} in ${run.goodput.processes} process${run.goodput.processes === 1 ? "" : "es"}`);
     add(trained, "throughput", shortNumber(medianOf(curves.tokens_per_second)), "tokens/s, median step");
   }
   const step = row("step", "time"), mfu = row("MFU (causal)"), bubble = row("bubble");
@@ -41,6 +42,7 @@ function drawTiles() {
   const about = run.comparison.columns.measured, source = about.there ? "From the measured run or profile" : "From plan and dry run";
   const title = (words, list) => list.length ? `<h2>${words}</h2>` + list.map(([name, figure, note]) =>
     `<div class="tile"><span>${name}</span><b>${figure}</b><small>${note}</small></div>`).join("") : "";
+  byId("hours").textContent = run.goodput ? `Wall time, rank 0: ${run.goodput.words}. ${run.goodput.advice}` : "";
   byId("tiles").innerHTML = title(`Training: ${escaped(run.name)}`, trained) + title(`${source}: ${escaped(about.there ? about.about : run.name)}`, profiled);
 }
 
