@@ -28,7 +28,7 @@ LIBRARIES: dict[str, set[str]] = {
     "stacks": {"yaml"},
     "remote": {"fsspec"},
     "planfile": {"pydantic", "yaml"},
-    "data": {"jinja2", "numpy", "tokenizers", "pyarrow", "datasets"},
+    "data": {"jinja2", "numpy", "tokenizers", "pyarrow", "datasets", "zstandard"},
     "kernels": {"torch", "triton"},
 }
 """Third-party imports of the lower layers; the others are free."""

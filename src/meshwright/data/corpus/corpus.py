@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Final, final
+from typing import Any, BinaryIO, ClassVar, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,9 @@ class TokenFile:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStream:
     """Documents end to end."""
+
+    is_stored: ClassVar[bool] = False
+    """It is that of a token store, of which `tokens` has the beginning."""
 
     tokens: NDArray[np.unsignedinteger[Any]]
     """[num_tokens] uint16 or uint32, read-only, begin and end marks included."""

@@ -2,11 +2,10 @@
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from fractions import Fraction
 from functools import cached_property
 from math import lcm
-from typing import Any, Final, final
+from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from meshwright.data.corpus.corpus import Corpus, MixedStream, Stream
 from meshwright.data.sequences.sample_rows import SampleRows
 from meshwright.data.sequences.windows import NumberedRows as NumberedRows
-from meshwright.data.sequences.windows import Sampler, Sequences
+from meshwright.data.sequences.windows import Sampler, Sequences, concatenate
 from meshwright.spec import Data, Recipe
 from meshwright.spec.errors import DataError
 from meshwright.spec.recipe.recipe import CROSS_ENTROPY, PREFERENCES
@@ -152,18 +151,6 @@ def divide_limit(weights: Sequence[float], limit: int) -> list[int]:
     return [max(1, round(limit * weight / sum(weights))) if limit else 0 for weight in weights]
 
 
-def concatenate(batches: Sequence[Sequences]) -> Sequences:
-    """Concatenate batches along their rows. The result is `packed` if any is."""
-    if len(batches) == 1:
-        return batches[0]
-    parts = {field.name: [getattr(batch, field.name) for batch in batches] for field in fields(Sequences)}
-    packed = any(parts.pop("packed"))
-    arrays: dict[str, Any] = {
-        name: None if columns[0] is None else np.concatenate(columns) for name, columns in parts.items()
-    }
-    return Sequences(packed=packed, **arrays)
-
-
 def _trained_per_row(rows: NumberedRows) -> Fraction:
     """Return the trained tokens, or pairs, per row. Windows of text have equally many tokens, counted as 1."""
     if not isinstance(rows, SampleRows):
@@ -206,6 +193,14 @@ def numbered_rows(data: Data, recipe: Recipe, corpus: Corpus, stream: Stream, *,
         return MixedRows(list(_rows_by_source(data, recipe, corpus, stream, shuffle)), stream.weights)
     if stream.marks is not None:
         return SampleRows(stream, data, corpus.tokenizer, sequence=recipe.sequence, seed=recipe.seed, shuffle=shuffle)
+    if stream.is_stored:
+        from meshwright.data.stored.rows import StoredRows, StoredStream
+
+        assert isinstance(stream, StoredStream), "the only kind of stream that is stored"
+        return StoredRows(
+            stream, sequence=recipe.sequence, tokenizer_separator=corpus.tokenizer.separator, seed=recipe.seed,
+            shuffle=shuffle,
+        )  # fmt: skip
     return Sampler(
         stream,
         sequence=recipe.sequence,

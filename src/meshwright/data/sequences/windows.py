@@ -10,10 +10,10 @@ depends on the order: it must never change, on any machine, in any version (test
 """
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Final, Protocol, final
+from typing import Any, Final, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,6 +110,18 @@ class Sequences:
         )
 
 
+def concatenate(batches: Sequence[Sequences]) -> Sequences:
+    """Concatenate batches along their rows. The result is `packed` if any is."""
+    if len(batches) == 1:
+        return batches[0]
+    parts = {field.name: [getattr(batch, field.name) for batch in batches] for field in fields(Sequences)}
+    packed = any(parts.pop("packed"))
+    arrays: dict[str, Any] = {
+        name: None if columns[0] is None else np.concatenate(columns) for name, columns in parts.items()
+    }
+    return Sequences(packed=packed, **arrays)
+
+
 class NumberedRows(Protocol):
     """Rows of tokens, each one sample of a run."""
 
@@ -151,7 +163,7 @@ class Sampler:
 
     def rows_of(self, numbers: NDArray[np.int64]) -> Sequences:
         """Return the windows of these numbers."""
-        return _gather(self._stream, numbers * self._sequence, self._sequence, self._separator)
+        return gather(self._stream, numbers * self._sequence, self._sequence, self._separator)
 
     def windows(self, cursor: int, count: int) -> NDArray[np.int64]:
         """Return the numbers of the windows of these samples, [count]."""
@@ -177,10 +189,10 @@ class Sampler:
             chosen = np.arange(limit, dtype=np.int64) * total // limit
         for first in range(0, len(chosen), count):
             windows = chosen[first : first + count]
-            yield _gather(self._stream, windows * self._sequence, self._sequence, self._separator)
+            yield gather(self._stream, windows * self._sequence, self._sequence, self._separator)
 
 
-def _gather(stream: TokenStream, begins: NDArray[np.int64], sequence: int, separator: bool) -> Sequences:
+def gather(stream: TokenStream, begins: NDArray[np.int64], sequence: int, separator: bool) -> Sequences:
     """Return the windows that begin at these tokens, padded behind the stream's end."""
     read, length = _read(stream, begins, sequence + 1)
     border = _borders(stream, begins, sequence + 1)

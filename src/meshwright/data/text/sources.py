@@ -68,12 +68,12 @@ class Source:
         self._data: Final = data
         self._dataset: Any = rows.load_hub(data.path) if data.path.startswith("hub:") else None
         try:
-            listed, self.folder = ([], None) if self._dataset is not None else _list_files(data.path)
+            listed, self.folder = ([], None) if self._dataset is not None else list_files(data.path)
         except OSError as error:
             raise DataError(f"data.path={data.path}: {error.filename} cannot be read: {error.strerror}") from error
         # Whoever names a folder means the text in it; whoever names a file means that file.
         optional = self.folder is not None and Path(data.path).expanduser().is_dir()
-        self.passed_over: Final = tuple(path for path in listed if optional and _is_binary(path))
+        self.passed_over: Final = tuple(path for path in listed if optional and is_binary(path))
         """Files of a folder that are not text. A binary file that is named, or matched by a glob, is an error."""
         left_out = set(self.passed_over)
         self.files: Final = tuple(path for path in listed if path not in left_out)
@@ -145,16 +145,21 @@ class Source:
                 yield Document(name=os.fspath(path), pieces=rows.read(path))
 
     def _texts(self, records: Iterator[Row], malformed: MalformedRows | None) -> Iterator[Document]:
-        for name, text in rows.texts(records, self._data.text_field):
-            if malformed is not None:
-                malformed.rows += 1
-            if not isinstance(text, Malformed):
-                if text:
-                    yield Document(name=name, pieces=rows.cut(text))
-            elif malformed is None:
-                raise MalformedRowError(text.complaint)
-            else:
-                malformed.add(text.complaint)
+        return documents_of(records, self._data.text_field, malformed)
+
+
+def documents_of(records: Iterator[Row], field: str, malformed: MalformedRows | None) -> Iterator[Document]:
+    """Yield the non-empty texts of a field. Rows without one are counted, or raised where there is no counter."""
+    for name, text in rows.texts(records, field):
+        if malformed is not None:
+            malformed.rows += 1
+        if not isinstance(text, Malformed):
+            if text:
+                yield Document(name=name, pieces=rows.cut(text))
+        elif malformed is None:
+            raise MalformedRowError(text.complaint)
+        else:
+            malformed.add(text.complaint)
 
 
 def _limit_bytes(documents: Iterator[Document], limit: int) -> Iterator[Document]:
@@ -179,7 +184,7 @@ def _limit_bytes(documents: Iterator[Document], limit: int) -> Iterator[Document
             return
 
 
-def _list_files(path: str) -> tuple[list[Path], Path | None]:
+def list_files(path: str) -> tuple[list[Path], Path | None]:
     """Return the files, and the folder in which a tokenizer may lie beside them."""
     if path == STDLIB:
         return _standard_library(), None
@@ -226,7 +231,8 @@ def _walk(root: Path, left_out: Collection[str] = ("__pycache__",)) -> Iterator[
                 yield Path(entry.path)
 
 
-def _is_binary(path: Path) -> bool:
+def is_binary(path: Path) -> bool:
+    """Return whether a file is no text by its beginning, nor a table of texts."""
     if path.suffix == ".parquet":
         return False
     with path.open("rb") as file:
@@ -379,10 +385,10 @@ def parts(documents: Iterable[Document], split: Split, reading: Reading) -> Iter
         number = reading.num_documents
         counted = reading.document(filter(None, document.pieces))
         if split.cut_bytes >= 0:
-            yield from _mark_ends(_divide(counted, split.cut_bytes, reading))
+            yield from mark_ends(_divide(counted, split.cut_bytes, reading))
         else:
             stream = HELD_OUT if number < len(split.held) and split.held[number] else TRAIN
-            yield from _mark_ends((stream, piece) for piece in counted)
+            yield from mark_ends((stream, piece) for piece in counted)
 
 
 def _divide(pieces: Iterable[str], cut_bytes: int, reading: Reading) -> Iterator[tuple[int, str]]:
@@ -404,7 +410,7 @@ def _line_end(text: str, near: int) -> int:
     return text.rfind("\n", 0, near) + 1 or (text.find("\n", near) + 1) % len(text) or near
 
 
-def _mark_ends(pieces: Iterable[tuple[int, str]]) -> Iterator[SplitPart]:
+def mark_ends(pieces: Iterable[tuple[int, str]]) -> Iterator[SplitPart]:
     """Mark each piece of a document as the first or last of its stream."""
     waiting, previous = None, None
     for piece in pieces:
