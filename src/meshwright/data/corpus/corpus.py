@@ -86,6 +86,11 @@ class TokenStream:
         return self.tokens[begin:end] if self.file is None else self.file.read(begin, end)
 
     @property
+    def files(self) -> int:
+        """Shards of a token store."""
+        return 0
+
+    @property
     def parts(self) -> tuple["TokenStream", ...]:
         """The stream itself, as the only source."""
         return (self,)

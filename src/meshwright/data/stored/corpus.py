@@ -140,6 +140,7 @@ def _check_disk(data: Data, location: Location, index: StoreIndex, root: Path) -
         held += min(data.cache_bytes, whole)
     folder = root / "stores" / index.fingerprint[:24]
     present = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
+    root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(root).free
     if held - present > free:
         remedy = "set XDG_CACHE_HOME to a folder with room"

@@ -13,7 +13,7 @@ import tempfile
 from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -157,21 +157,22 @@ def _agree(
     Raises DataError when the store was begun with other text, or in another way.
     """
     folder = os.path.commonpath([span.path.rpartition("/")[0] for span in spans])
-    listed = repr([(span.path.removeprefix(folder), span.begin, span.end, span.file_bytes) for span in spans])
+    # A file is known by its first span, however it is cut.
+    listed = repr([(span.path.removeprefix(folder), span.file_bytes) for span in spans if not span.begin])
     begun = read_document(location / "store.json")
     tokenizer = _choose_tokenizer(location, data, spans, begun)
     definition = {
         "format": FORMAT, "source": data.path, "text": hashlib.blake2b(listed.encode(), digest_size=16).hexdigest(),
-        "text_field": data.text_field, "malformed": data.malformed, "validation": data.validation, "units": units,
-        "tokenizer": tokenizer.fingerprint, "vocab": tokenizer.vocab, "shard_tokens": shard_tokens,
+        "text_field": data.text_field, "malformed": data.malformed, "validation": data.validation,
+        "tokenizer": tokenizer.fingerprint, "vocab": tokenizer.vocab, "shard_tokens": shard_tokens, "units": units,
     }  # fmt: skip
     if begun is not None:
         # One machine may see the files under another name than the next.
         definition["source"] = begun.get("source")
         for key, setting in definition.items():
             if begun.get(key) != setting:
-                named = "names and sizes of the files" if key == "text" else f"{key}={setting} (was {begun.get(key)})"
-                raise DataError(f"{location} was begun with another {named}: repeat its words, or name a new store")
+                named = "files of other names or sizes" if key == "text" else f"{key}={begun.get(key)}, not {setting}"
+                raise DataError(f"{location} was begun with {named}: repeat its words, or name a new store")
         return definition, tokenizer
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as local:
         tokenizer.save(local)
@@ -268,8 +269,10 @@ class _UnitEncoder:
     def encode(self, number: int, unit: Unit) -> None:
         """Write the shards of a unit, then its record."""
         malformed, waiting = MalformedRows(), list[list[SplitPart]]()
-        with self._folder(number) as folder:
+        with self._folder(number) as folder, ExitStack() as stack:
             writers = [_ShardWriter(folder, number, side, self.tokenizer, self.shard_tokens) for side in SIDES]
+            for writer in writers:
+                stack.callback(writer.close)
             texts = (document for span in unit for document in documents(span, self.data, malformed))
             batches = group_by_size(_split(texts, self.data.validation), lambda part: len(part.text), BATCH_CHARACTERS)
             for ids in self.pool.map(queue_batches(batches, waiting)):

@@ -30,6 +30,11 @@ class StoredStream(TokenStream):
     shuffled_shards: int
 
     @property
+    def files(self) -> int:
+        """Shards of training text."""
+        return len(self.cache.shards.file)
+
+    @property
     def size(self) -> int:
         """Tokens of all shards."""
         return self.num_tokens

@@ -23,7 +23,7 @@ from meshwright.data.text import rows
 from meshwright.data.text.rows import Malformed, MalformedRows, Row
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError, MalformedRowError
-from meshwright.spec.plan.plan import STDLIB
+from meshwright.spec.plan.plan import STDLIB, URL
 
 _BINARY_SNIFF_BYTES = 2**13
 _HEAD_BYTES = 300
@@ -188,6 +188,11 @@ def list_files(path: str) -> tuple[list[Path], Path | None]:
     """Return the files, and the folder in which a tokenizer may lie beside them."""
     if path == STDLIB:
         return _standard_library(), None
+    if URL.match(path):
+        raise DataError(
+            f"data.path={path} is behind a URL, and only text to train on is read from there: copy rows for fine-tuning, "
+            "and texts to score, to local disk"
+        )
     named = Path(path).expanduser()
     if named.is_dir():
         return [file for file in _walk(named) if file.name not in _NOT_TEXT], named
