@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data import Tokenizer
+from meshwright.data.sequences.stored_rows import StoredRows
 from meshwright.data.stored.index import FORMAT, StoreIndex, index_bytes, read_index
-from meshwright.data.stored.rows import StoredRows, StoredStream
-from meshwright.data.stored.shard_cache import ShardCache
+from meshwright.data.stored.shard_cache import ShardCache, StoredStream
 from meshwright.remote.locations import Location
 
 VOCAB = 2**17

@@ -89,20 +89,20 @@ def test_a_killed_worker_goes_on(tmp_path: Path) -> None:
     lines, store = write_lines(tmp_path / "a.jsonl", text_lines(20_000)), tmp_path / "store"
     words = ["data", "prepare", f"data={lines}", "data.tokenizer=bytes", "data.validation=0.05", "--processes", "1"]
     command = [*words, "--shard-tokens", "8000", "-o"]
-    kept: dict[str, int] = {}
+    finished: dict[str, int] = {}
     for attempt in range(3):
         worker = subprocess.Popen([sys.executable, "-m", "meshwright", *command, str(store)])
-        enough = len(kept) + 2
+        enough = len(finished) + 2
         deadline = time.monotonic() + 60
         while len(list(store.glob("units/*.json"))) < enough and worker.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
         worker.send_signal(signal.SIGKILL)
         worker.wait()
         now = {path.name: path.stat().st_mtime_ns for path in store.glob("units/*.json")}
-        assert not (store / "index.json").exists() and len(now) >= enough and kept.items() <= now.items(), attempt
-        kept = now
+        assert not (store / "index.json").exists() and len(now) >= enough and finished.items() <= now.items(), attempt
+        finished = now
     assert main([*command, str(store)]) == 0
-    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in store.glob("units/*.json")}.items()
+    assert finished.items() <= {path.name: path.stat().st_mtime_ns for path in store.glob("units/*.json")}.items()
     assert main([*command, str(tmp_path / "whole")]) == 0
     assert files_of(store) == files_of(tmp_path / "whole")
     assert not list(store.glob(".unit-*"))

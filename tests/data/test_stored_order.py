@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -60,11 +61,11 @@ def test_any_ranks_and_restarts_read_the_same_order(shards: int, tmp_path: Path)
     assert whole[:windows] != whole[windows : 2 * windows]
     for ranks in (2, 3, 8):
         cuts = sorted([0, steps, *draw.sample(range(1, steps), 3)])
-        pieces = [read_steps(store, ranks, *cut) for cut in zip(cuts[:-1], cuts[1:], strict=True)]
+        pieces = [read_steps(store, ranks, *cut) for cut in pairwise(cuts)]
         assert [sample for piece in pieces for sample in piece] == whole
     # Another number of ranks after each restart.
     cuts = [0, 2, 3, steps // 2, steps]
-    worlds = zip((8, 3, 1, 2), zip(cuts[:-1], cuts[1:], strict=True), strict=True)
+    worlds = zip((8, 3, 1, 2), pairwise(cuts), strict=True)
     assert [sample for ranks, cut in worlds for sample in read_steps(store, ranks, *cut)] == whole
 
 
@@ -94,7 +95,10 @@ def test_golden_order(thousand: tuple[Path, int]) -> None:
     assert rows.windows(7 * windows + 100, 8).tolist() == GOLDEN[1]
 
 
-GOLDEN: tuple[list[int], list[int]] = ([602, 345, 191, 225, 1281, 224, 223, 624], [1487, 76, 1284, 496, 1334, 957, 63, 998])
+GOLDEN: tuple[list[int], list[int]] = (
+    [602, 345, 191, 225, 1281, 224, 223, 624],
+    [1487, 76, 1284, 496, 1334, 957, 63, 998],
+)
 
 
 RESUME = """
@@ -117,7 +121,7 @@ print(json.dumps([seconds, memory, len(rows), rows.windows(10**9, 64).tolist(), 
 
 
 def test_sample_10_9_is_read_at_once(tmp_path: Path) -> None:
-    """120,000 shards of 10,000 windows, which are one file on this disk: the index, the order and the reads are real."""
+    """120,000 shards of 10,000 windows, which are one file on this disk. Index, order and reads are real."""
     shard = np.append(np.repeat(np.arange(10_000), 1024), 0).astype(np.uint16)
     store = write_store(tmp_path / "store", [shard], vocab=2**16)
     index = json.loads((store / "index.json").read_text(encoding="utf-8"))

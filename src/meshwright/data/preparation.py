@@ -15,9 +15,8 @@ from meshwright.data.corpus import sample_cache, token_cache
 from meshwright.data.corpus.corpus import Corpus, MixedStream, Progress, Stream, TokenStream
 from meshwright.data.corpus.token_cache import TRAINING_CHARACTERS, read_beginning, train_tokenizer
 from meshwright.data.sequences.numbered_rows import check_alike
-from meshwright.data.stored.paths import is_stored
 from meshwright.data.text.rows import Malformed, MalformedRows, require_hub, sum_malformed
-from meshwright.data.text.sources import Source
+from meshwright.data.text.sources import Source, is_stored
 from meshwright.data.tokens.tokenizer import Tokenizer, tokenizer_file
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError, MalformedRowError, argument

@@ -194,7 +194,8 @@ def numbered_rows(data: Data, recipe: Recipe, corpus: Corpus, stream: Stream, *,
     if stream.marks is not None:
         return SampleRows(stream, data, corpus.tokenizer, sequence=recipe.sequence, seed=recipe.seed, shuffle=shuffle)
     if stream.is_stored:
-        from meshwright.data.stored.rows import StoredRows, StoredStream
+        from meshwright.data.sequences.stored_rows import StoredRows
+        from meshwright.data.stored.shard_cache import StoredStream
 
         assert isinstance(stream, StoredStream), "the only kind of stream that is stored"
         return StoredRows(

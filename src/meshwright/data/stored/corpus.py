@@ -25,11 +25,10 @@ from meshwright.data.corpus.corpus import (
 )
 from meshwright.data.stored.encoding import load_tokenizer, prepare_store
 from meshwright.data.stored.index import StoreIndex, check_files, read_index
-from meshwright.data.stored.paths import is_store
-from meshwright.data.stored.rows import StoredStream
-from meshwright.data.stored.shard_cache import ShardCache
+from meshwright.data.stored.shard_cache import ShardCache, StoredStream
 from meshwright.data.text.raw_shards import list_spans
 from meshwright.data.text.rows import MalformedRows
+from meshwright.data.text.sources import is_store
 from meshwright.data.tokens.tokenizer import Tokenizer, choose
 from meshwright.remote.locations import Location
 from meshwright.spec import Data

@@ -68,7 +68,7 @@ class Prepared:
     """Units that other parts still have to encode. 0 = the store is finished."""
     part: tuple[int, int]
     train_tokens: int = 0
-    """Of a finished store."""
+    """Tokens to train on, once the store is finished."""
     held_out_tokens: int = 0
     train_shards: int = 0
     documents: int = 0

@@ -10,8 +10,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import ClassVar, Final, final
 
 import numpy as np
 
@@ -90,11 +91,11 @@ class ShardCache:
 
     def _fetch_ahead(self, numbers: Sequence[int]) -> None:
         try:
-            # Some at a time: the folder is locked meanwhile.
+            # A few at a time: the folder is locked meanwhile.
             for first in range(0, len(numbers), THREADS):
-                some = numbers[first : first + THREADS]
-                self.fetch(some)
-                for number in some:
+                group = numbers[first : first + THREADS]
+                self.fetch(group)
+                for number in group:
                     self.open(number)
         except MeshwrightError as error:
             log.debug("shards ahead: %s", error)
@@ -156,3 +157,23 @@ class ShardCache:
                 return
             path.unlink(missing_ok=True)
             needed -= size
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredStream(TokenStream):
+    """Stream of all shards of a store. `tokens` and `starts` are the beginning of its first one, for reports."""
+
+    is_stored: ClassVar[bool] = True
+    cache: ShardCache
+    shuffled_shards: int
+
+    @property
+    def files(self) -> int:
+        """Shards of training text."""
+        return len(self.cache.shards.file)
+
+    @property
+    def size(self) -> int:
+        """Tokens of all shards."""
+        return self.num_tokens

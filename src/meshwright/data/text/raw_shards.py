@@ -27,10 +27,19 @@ from typing import IO, Any
 
 import numpy as np
 
-from meshwright.data.stored.paths import MAGIC, NOT_READ, SHARDS, ends, is_shard
 from meshwright.data.text import rows
 from meshwright.data.text.rows import Malformed, MalformedRows, Row
-from meshwright.data.text.sources import Document, documents_of, is_binary, list_files
+from meshwright.data.text.sources import (
+    MAGIC,
+    NOT_READ,
+    SHARDS,
+    Document,
+    documents_of,
+    ends,
+    is_binary,
+    is_shard,
+    list_files,
+)
 from meshwright.remote.locations import Location, is_url
 from meshwright.remote.transfer import download, persist
 from meshwright.spec import Data
@@ -222,11 +231,11 @@ def _mds(file: IO[bytes], span: Span) -> Iterator[Row]:
     for number, length in enumerate(np.diff(offsets).tolist(), start=1):
         sample = _read(file, length, span)
         varying = sum(size is None for size in sizes)
-        given = iter(np.frombuffer(sample[: 4 * varying], "<u4").tolist())
+        lengths = iter(np.frombuffer(sample[: 4 * varying], "<u4").tolist())
         position, row, where = 4 * varying, dict[str, Any](), f"{span.name}:{number}"
         try:
             for name, encoding, size in zip(names, encodings, sizes, strict=True):
-                size = next(given) if size is None else size
+                size = next(lengths) if size is None else size
                 column, position = sample[position : position + size], position + size
                 row[name] = column.decode() if encoding == "str" else column
             yield where, row

@@ -41,7 +41,10 @@ _ROWS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     ".json": rows.json_array,
     ".parquet": rows.parquet,
 }
-_MAGIC = "*?["
+PACKED: Final = (".gz", ".zst", ".zstd")
+SHARDS: Final = (".mds", ".tar")
+NOT_READ: Final = (".mds.br", ".mds.bz2", ".mds.snappy", ".tar.gz", ".tgz")
+MAGIC: Final = frozenset("*?[")
 _ALIKE = 0.8
 """Similarity of a misspelled name (difflib). Short names with only an ending in common reach 0.77."""
 
@@ -190,15 +193,15 @@ def list_files(path: str) -> tuple[list[Path], Path | None]:
         return _standard_library(), None
     if URL.match(path):
         raise DataError(
-            f"data.path={path} is behind a URL, and only text to train on is read from there: copy rows for fine-tuning, "
-            "and texts to score, to local disk"
+            f"data.path={path} is behind a URL, and only text to train on is read from there: copy rows for "
+            "fine-tuning, and texts to score, to local disk"
         )
     named = Path(path).expanduser()
     if named.is_dir():
         return [file for file in _walk(named) if file.name not in _NOT_TEXT], named
     if named.exists():
         return [named], named.parent
-    if any(mark in path for mark in _MAGIC):
+    if MAGIC & set(path):
         # glob gives no order, and the order of documents decides the data of every step.
         matches = sorted(Path(match) for match in glob.iglob(os.fspath(named), recursive=True))
         return [file for file in matches if file.is_file()], None
@@ -260,7 +263,7 @@ def _explain_nothing(path: str, listed: list[Path]) -> str:
     if listed:
         names = ", ".join(file.name for file in islice(listed, 3))
         return f"data.path={path} holds no text, only binary files ({names}): give a folder, file or glob of text"
-    if any(mark in path for mark in _MAGIC):
+    if MAGIC & set(path):
         return f"data.path={path} matches no file: check the pattern (** goes through folders)"
     return f"data.path={path} holds no files: put text, .jsonl or .parquet files there"
 
@@ -427,3 +430,47 @@ def mark_ends(pieces: Iterable[tuple[int, str]]) -> Iterator[SplitPart]:
         waiting = piece
     if waiting is not None:
         yield SplitPart(stream=waiting[0], first=waiting[0] != previous, last=True, text=waiting[1])
+
+
+_BESIDE: Final = {"index.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+"""Files that lie beside shards and are no text."""
+
+
+def ends(name: str) -> tuple[str, str]:
+    """Return the ending of a file's name and of its compression: (`.jsonl`, `.gz`)."""
+    path = Path(name.lower())
+    packed = path.suffix if path.suffix in PACKED else ""
+    return (Path(path.stem).suffix if packed else path.suffix), packed
+
+
+def is_shard(name: str) -> bool:
+    """Return whether a file is compressed, or a shard of another trainer."""
+    kind, packed = ends(name)
+    return kind in SHARDS or bool(packed) or name.lower().endswith(NOT_READ)
+
+
+def is_raw(path: str) -> bool:
+    """Return whether text is behind a URL, compressed, or in shards: a file, a pattern, or a folder of nothing else."""
+    if URL.match(path) or is_shard(path):
+        return True
+    folder = Path(path).expanduser()
+    if path == STDLIB or not folder.is_dir():
+        return False
+    names = [file.name for file in folder.iterdir() if not file.name.startswith(".") and file.name not in _BESIDE]
+    return bool(names) and all(map(is_shard, names))
+
+
+def is_store(path: str) -> bool:
+    """Return whether a path or URL is a token store, finished or not."""
+    if not URL.match(path):
+        return path != STDLIB and (Path(path).expanduser() / "store.json").is_file()
+    from meshwright.remote.locations import Location
+    from meshwright.remote.transfer import persist
+
+    is_pattern = bool(MAGIC & set(path)) or is_shard(path) or ends(path)[0] in (".jsonl", ".parquet")
+    return not is_pattern and persist((Location.open(path) / "store.json").describe) is not None
+
+
+def is_stored(path: str) -> bool:
+    """Return whether a path is read as a token store: one that was prepared, or raw shards that will be."""
+    return is_raw(path) or is_store(path)

@@ -1,43 +1,21 @@
 """Rows of a token store, in an order that is computed from (seed, epoch, number) and reads few shards at a time.
 
 A window lies within one shard. An epoch shuffles the shards, cuts them into blocks of 16, and shuffles the windows of
-each block. So a row is found without a list of rows, a run needs the shards of one block and soon of the next, and the
-order depends on the store and the seed alone, never on ranks, workers or the place where a run was resumed.
+each block. So a row is found without a list of rows, and a run needs the shards of one block and soon of the next. The
+order depends on the store and the seed alone, not on ranks, workers or restarts.
 """
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Final, final
+from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.corpus.corpus import TokenStream
 from meshwright.data.sequences.windows import Sequences, concatenate, gather, permute
-from meshwright.data.stored.shard_cache import ShardCache
+from meshwright.data.stored.shard_cache import StoredStream
 from meshwright.spec.errors import DataError
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredStream(TokenStream):
-    """Stream of all shards of a store. `tokens` and `starts` are the beginning of its first one, for reports."""
-
-    is_stored: ClassVar[bool] = True
-    cache: ShardCache
-    shuffled_shards: int
-
-    @property
-    def files(self) -> int:
-        """Shards of training text."""
-        return len(self.cache.shards.file)
-
-    @property
-    def size(self) -> int:
-        """Tokens of all shards."""
-        return self.num_tokens
 
 
 @final
@@ -146,8 +124,8 @@ class StoredRows:
 
     def shards_ahead(self, cursor: int) -> Sequence[int]:
         """Return the shards of the block of a row and of the next block, in the order of need."""
-        epoch, place = divmod(cursor, self._length)
-        block = int(self._epoch(epoch).block_of(np.array([place]))[0])
+        epoch, row = divmod(cursor, self._length)
+        block = int(self._epoch(epoch).block_of(np.array([row]))[0])
         is_last = (block + 1) * self._stream.shuffled_shards >= len(self._windows)
         next_block = self._epoch(epoch + 1).shards_of(0) if is_last else self._epoch(epoch).shards_of(block + 1)
         ahead = np.concatenate([self._epoch(epoch).shards_of(block), next_block])
