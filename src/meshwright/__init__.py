@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from meshwright.verbs.quantize.answer import quantize
     from meshwright.verbs.rent.answer import rent, rent_serving
     from meshwright.verbs.report.answer import report
+    from meshwright.verbs.runs.answer import runs
     from meshwright.verbs.serve.sharded import sharded_engine
     from meshwright.verbs.train.answer import train
     from meshwright.verbs.tune.answer import tune
@@ -49,8 +50,7 @@ __all__ = [
     "DoesNotFit", "EngineOptions", "MeshwrightError", "PlanError", "RequestOptions", "ServerLimits", "Speculation",
     "compare", "compare_serving", "distill", "dry_run", "evaluate", "explore", "load", "plan", "plan_formula",
     "plan_from", "plan_serving", "plan_sweep", "profile", "quantize", "rent", "rent_serving", "report",
-    "sharded_engine", "train",
-    "tune",
+    "runs", "sharded_engine", "train", "tune",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, {
@@ -60,6 +60,7 @@ __getattr__ = lazy_names(__name__, {
     "plan_from": "verbs.plan_from.answer", "plan_serving": "verbs.plan_serve.answer",
     "compare_serving": "verbs.compare.answer", "rent": "verbs.rent.answer", "rent_serving": "verbs.rent.answer",
     "profile": "verbs.profile.answer", "quantize": "verbs.quantize.answer", "report": "verbs.report.answer",
+    "runs": "verbs.runs.answer",
     "sharded_engine": "verbs.serve.sharded", "train": "verbs.train.answer", "tune": "verbs.tune.answer",
     "EngineOptions": "serving.engine.engine_options", "RequestOptions": "serving.engine.answers.request_options",
     "ServerLimits": "serving.http.server_options", "Speculation": "serving.engine.speculation",

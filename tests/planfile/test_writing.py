@@ -37,7 +37,8 @@ def test_every_key_has_a_comment() -> None:
     lines = [line for line in commented().splitlines() if re.match(r" *\w+:", line)]
     keys = [line.partition(":")[0].strip() for line in lines]
     assert keys == [
-        *("model", "data", *sections()["data"], "run", "recipe", *sections()["recipe"]),
+        *("model", "data", *sections()["data"], "run", "store", *sections()["store"]),
+        *("recipe", *sections()["recipe"]),
         *("layout", *sections()["layout"], "cluster", "teacher"),
     ]
     assert all(re.search(r"  # \S", line) for line in lines)

@@ -59,6 +59,10 @@ def serve() -> Iterator[tuple[str, Weather]]:
 
 def use(patch: pytest.MonkeyPatch, address: str) -> None:
     """Point the libraries of this process, and of those it starts, to the server."""
+    import s3fs
+
+    # A client that was made before would still ask the server of another module.
+    s3fs.S3FileSystem.clear_instance_cache()
     patch.setenv("AWS_ENDPOINT_URL", address)
     patch.setenv("AWS_ACCESS_KEY_ID", "testing")
     patch.setenv("AWS_SECRET_ACCESS_KEY", "testing")

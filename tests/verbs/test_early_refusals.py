@@ -65,7 +65,7 @@ BASES: dict[str, list[str]] = {
     "distill": ["--teacher", "hf", "--student", "teacher:layers=1", "data=texts"],
     "generate": ["hf", "--prompt", "a"], "chat": ["hf"], "serve": ["hf"], "plan": ["llama-tiny", "--cluster", "h100x8"],
     "rent": ["llama-tiny", "--tokens", "1B"], "explore": ["llama-tiny"], "dryrun": ["model=llama-tiny"],
-    "profile": ["model=llama-tiny"], "compare": ["run"], "report": ["run"], "eval": ["hf"],
+    "profile": ["model=llama-tiny"], "compare": ["run"], "report": ["run"], "eval": ["hf"], "runs": ["run"],
     "export": ["run", "out"], "import": ["hf", "new"], "quantize": ["hf", "--scheme", "int8", "--out", "out"],
     "accuracy": ["runs.csv"], "data": [],
 }  # fmt: skip

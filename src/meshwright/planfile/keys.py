@@ -401,14 +401,14 @@ def _is_folder(value: str, base: Path) -> bool:
     return "/" in value or value.startswith(".") or (value not in presets.model_names() and os.path.isdir(base / value))
 
 
-def _is_name(key: str, value: str) -> bool:
+def _is_name(key: str, setting: str) -> bool:
     """Return whether the value of a key names a file or folder."""
     return (
         key in PATH_KEYWORDS
-        and bool(value)
-        and value not in PATH_KEYWORDS[key]
-        and "://" not in value
-        and not value.startswith(PATH_PREFIXES.get(key, ("\0",)))
+        and bool(setting)
+        and setting not in PATH_KEYWORDS[key]
+        and "://" not in setting
+        and not setting.startswith(PATH_PREFIXES.get(key, ("\0",)))
     )
 
 

@@ -6,7 +6,9 @@ Credentials come from each library's own chain: environment, profile, or the rol
 with the first URL, its libraries with the first of their scheme.
 """
 
+import os
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,10 +65,10 @@ class Location:
     """A file or a folder behind a URL. Operations raise StoreError, in one line with a remedy."""
 
     url: str
-    """Without a slash at its end."""
+    """The URL, with no slash at its end."""
     filesystem: Any = field(compare=False, repr=False)
     path: str = field(compare=False, repr=False)
-    """How the file system itself calls it."""
+    """The path as the file system itself writes it."""
 
     @classmethod
     def open(cls, url: str) -> Self:
@@ -84,7 +86,8 @@ class Location:
         import fsspec
 
         with _reporting(url):
-            filesystem, path = fsspec.core.url_to_fs(url)
+            # Listings are never cached: other machines write, and a file that a listing lacked would stay missing.
+            filesystem, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
         return cls(url, filesystem, str(path))
 
     @classmethod
@@ -152,7 +155,6 @@ class Location:
 
     def describe(self) -> RemoteFile | None:
         """Return the file's size and version. None = there is no such file."""
-        self.filesystem.invalidate_cache(self.path.rpartition("/")[0])
         try:
             with self.reporting():
                 entry = self.filesystem.info(self.path)
@@ -162,8 +164,6 @@ class Location:
 
     def list_files(self) -> list[RemoteFile]:
         """List all files below this folder by name, at any depth. Empty when there is none."""
-        # Listings are cached by fsspec, and another machine may have written since.
-        self.filesystem.invalidate_cache(self.path)
         with self.reporting():
             entries = self.filesystem.find(self.path, detail=True)
         folder = self.path.strip("/") + "/"
@@ -184,7 +184,8 @@ class Location:
 
     def refuse_unwritable(self, purpose: str) -> None:
         """Write and remove a small file. Raises StoreError: no credentials, no bucket, no right to write."""
-        probe = self / ".meshwright-probe"
+        # Ranks of many machines may look at once.
+        probe = self / f".probe-{socket.gethostname()}-{os.getpid()}"
         try:
             probe.write(b"may be removed\n")
             probe.remove()

@@ -61,7 +61,7 @@ class Stored:
     step: int
     name: str
     size_bytes: int
-    """Of all its files, by the listing. COMMIT has the sizes that they should have."""
+    """Size of all its files, by the listing. COMMIT has the sizes that they should have."""
 
 
 @dataclass(frozen=True, slots=True)

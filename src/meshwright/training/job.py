@@ -190,6 +190,9 @@ def open_job(
     plan = replace(plan, run=rank_zero.broadcast(lambda: find_begun_run(plan, resume)))
     leftover_warning = rank_zero.run(lambda: explain_new_run(plan, resume))
     rank_zero.run(lambda: check_resume(plan, resume))
+    if plan.store.url and not rank_zero.is_here:
+        # Every rank uploads, and machines may differ in credentials and installed libraries.
+        _check_store(plan, "auto")
 
     device = devices.pick_device()
     # From one rank to all: machines of a mixed cluster would plan for different devices.

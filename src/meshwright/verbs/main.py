@@ -62,6 +62,14 @@ def _run(words: Sequence[str], *, debug: bool) -> int:
     try:
         from meshwright.verbs import commands
 
+        if any("://" in word for word in words):
+            from meshwright.interface.urls import has_urls, with_local_paths
+
+            if has_urls(words):
+                with with_local_paths(words) as local_words:
+                    commands.run(local_words)
+                sys.stdout.flush()
+                return 0
         commands.run(words)
         sys.stdout.flush()
         return 0

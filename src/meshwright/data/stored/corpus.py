@@ -1,7 +1,7 @@
 """Corpus of a token store: checked, opened, and its held-out part gathered on local disk.
 
 Text behind a URL, and raw shards of other trainers, are encoded into a store in the user's cache first. How many tokens
-a raw shard gives is known only when it is encoded, and without that no row has a number (docs/decisions, 70).
+a raw shard gives is known only when it is encoded, and without that no row has a number (docs/decisions, 71).
 """
 
 import hashlib

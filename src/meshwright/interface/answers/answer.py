@@ -16,6 +16,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ParamSpec, Protocol, TypeVar, get_args, get_origin, runtime_checkable
 
+from meshwright.remote.locations import is_url
 from meshwright.spec.errors import ArgumentError, argument
 from meshwright.spec.extras import require
 from meshwright.spec.presets import suggest
@@ -130,6 +131,10 @@ Place = str | Path | HasRun
 
 def folder_of(run: Place) -> Path:
     """Return the folder of a run or a model. A name of the hub stands for its folder in the cache."""
+    if is_url(run):
+        from meshwright.store.local_copies import copy_to_cache
+
+        return copy_to_cache(str(run))
     path = Path(run.run if isinstance(run, HasRun) else run)
     if path.exists():
         return path

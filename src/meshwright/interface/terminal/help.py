@@ -27,6 +27,7 @@ GROUPS = {
         "profile": "Measure a few real steps of a plan.",
         "compare": "Compare planned, dry run and measured.",
         "report": "Write a page of one or several runs.",
+        "runs": "List, verify and prune checkpoints, on disk or behind a URL.",
         "eval": "Score a model on text or tasks, before and after.",
     },
     "Share": {

@@ -225,7 +225,7 @@ class Plan:
     run: str = "runs/auto"
     """The run folder, where everything is written; `auto` as its last part = a new one, `runs/DATE-MODEL`."""
     store: Store = Store()
-    """Where checkpoints go beside the run folder: a URL, or a URL with more settings."""
+    """The place of checkpoints beside the run folder: a URL, or a URL with more settings."""
     recipe: Recipe = field(default_factory=Recipe)
     """Settings that may change the loss curve."""
     layout: Layout = field(default_factory=Layout)

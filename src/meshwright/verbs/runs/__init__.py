@@ -1,0 +1,1 @@
+"""`meshwright runs`: list, verify and prune checkpoints on disk or behind a URL."""
