@@ -6,13 +6,15 @@ The default text is repeated into .jsonl files, every document with a number in 
 Two `meshwright data prepare --part I/2 --processes 1` encode it with the tokenizer of 2,048 tokens. After every quarter
 both are killed (SIGKILL). Memory is the largest sum of resident bytes over a worker and its children, looked at 20
 times a second. Then one process on one core reads batches of 64 x 1,024 tokens, as the engine does, beside steps that
-sleep: the share of the time that it waits for data is what a step on a device would lose.
+sleep: the share of the time that it waits for data is what a step on a device would lose. Other processes on the
+machine lengthen single waits, so the median is given, too.
 """
 
 import argparse
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -101,16 +103,16 @@ def read(store: Path, steps: int, step_s: float) -> dict[str, Any]:
     rows = numbered_rows(data, recipe, corpus, corpus.train, shuffle=True)
     feed = Feed(PackedRows(rows, document_mask=True), torch.device("cpu"))
     feed.take(0, ROWS, ROWS)
-    waited, used, started = 0.0, time.process_time(), time.perf_counter()
+    waits, used, started = list[float](), time.process_time(), time.perf_counter()
     for step in range(1, steps + 1):
         time.sleep(step_s)
         asked = time.perf_counter()
         feed.take(step * ROWS, ROWS, ROWS)
-        waited += time.perf_counter() - asked
+        waits.append(time.perf_counter() - asked)
     whole, used = time.perf_counter() - started, time.process_time() - used
     feed.close()
     return {
-        "data_wait": waited / whole, "reader_core": used / whole, "tokens_per_second": steps * ROWS * SEQUENCE / whole,
+        "data_wait": sum(waits) / whole, "median_wait": statistics.median(waits) / step_s, "reader_core": used / whole, "tokens_per_second": steps * ROWS * SEQUENCE / whole,
         "train_tokens": corpus.train.num_tokens, "documents": corpus.train.num_documents, "blocks": len(rows) / ROWS,
     }  # fmt: skip
 

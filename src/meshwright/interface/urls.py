@@ -36,6 +36,7 @@ def with_local_paths(words: Sequence[str]) -> Iterator[list[str]]:
     from meshwright.store.local_copies import copy_to_cache, upload_afterwards
 
     verb, local = words[0], [words[0]]
+    uncopied = URL_KEYS if verb == "tune" else URL_KEYS | STREAMED_KEYS
     number = 0
     with ExitStack() as outputs:
         for before, word in pairwise(words):
@@ -48,7 +49,7 @@ def with_local_paths(words: Sequence[str]) -> Iterator[list[str]]:
                 is_output = before in OUTPUTS or (is_argument and OUTPUT_ARGUMENTS.get(verb) == number)
                 path = outputs.enter_context(upload_afterwards(word)) if is_output else copy_to_cache(word)
                 local.append(str(path))
-            elif equals and _is_store_url(setting) and key not in URL_KEYS and (key not in STREAMED_KEYS or verb == "tune"):
+            elif equals and _is_store_url(setting) and key not in uncopied:
                 is_output = key in OUTPUTS
                 path = outputs.enter_context(upload_afterwards(setting)) if is_output else copy_to_cache(setting)
                 local.append(f"{key}={path}")

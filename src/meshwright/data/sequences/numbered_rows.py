@@ -2,10 +2,11 @@
 
 import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from fractions import Fraction
 from functools import cached_property
 from math import lcm
-from typing import Final, final
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from meshwright.data.corpus.corpus import Corpus, MixedStream, Stream
 from meshwright.data.sequences.sample_rows import SampleRows
 from meshwright.data.sequences.windows import NumberedRows as NumberedRows
-from meshwright.data.sequences.windows import Sampler, Sequences, concatenate
+from meshwright.data.sequences.windows import Sampler, Sequences
 from meshwright.spec import Data, Recipe
 from meshwright.spec.errors import DataError
 from meshwright.spec.recipe.recipe import CROSS_ENTROPY, PREFERENCES
@@ -149,6 +150,18 @@ class MixedRows:
 def divide_limit(weights: Sequence[float], limit: int) -> list[int]:
     """Divide `limit` rows of an evaluation among sources by weight, at least one each. 0 = all rows."""
     return [max(1, round(limit * weight / sum(weights))) if limit else 0 for weight in weights]
+
+
+def concatenate(batches: Sequence[Sequences]) -> Sequences:
+    """Concatenate batches along their rows. The result is `packed` if any is."""
+    if len(batches) == 1:
+        return batches[0]
+    parts = {field.name: [getattr(batch, field.name) for batch in batches] for field in fields(Sequences)}
+    packed = any(parts.pop("packed"))
+    arrays: dict[str, Any] = {
+        name: None if columns[0] is None else np.concatenate(columns) for name, columns in parts.items()
+    }
+    return Sequences(packed=packed, **arrays)
 
 
 def _trained_per_row(rows: NumberedRows) -> Fraction:

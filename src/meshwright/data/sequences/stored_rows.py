@@ -13,7 +13,7 @@ from typing import Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.sequences.windows import Sequences, concatenate, gather, permute
+from meshwright.data.sequences.windows import Sequences, gather, permute
 from meshwright.data.stored.shard_cache import StoredStream
 from meshwright.spec.errors import DataError
 
@@ -105,15 +105,19 @@ class StoredRows:
     def rows_of(self, numbers: NDArray[np.int64]) -> Sequences:
         """Return the windows of these numbers."""
         shards = np.searchsorted(self._firsts + self._windows, numbers, side="right")
-        order = np.argsort(shards, kind="stable")
-        batches, needed = [], np.unique(shards).tolist()
+        needed, packed = np.unique(shards).tolist(), False
         self._stream.cache.fetch(needed)
+        # Filled shard by shard: joining and sorting parts would copy each token twice more.
+        dtypes = {"tokens": np.int64, "targets": np.int64, "documents": np.int32, "positions": np.int32}
+        whole = {name: np.empty((len(numbers), self._sequence), dtype) for name, dtype in dtypes.items()}
         for shard in needed:
-            begins = (numbers[order][shards[order] == shard] - self._firsts[shard]) * self._sequence
-            batches.append(gather(self._stream.cache.open(shard), begins, self._sequence, self._separator))
-        places = np.empty_like(order)
-        places[order] = np.arange(len(order))
-        return concatenate(batches).rows(places)
+            rows = np.flatnonzero(shards == shard)
+            begins = (numbers[rows] - self._firsts[shard]) * self._sequence
+            part = gather(self._stream.cache.open(shard), begins, self._sequence, self._separator)
+            packed = packed or part.packed
+            for name, array in whole.items():
+                array[rows] = getattr(part, name)
+        return Sequences(**whole, packed=packed)
 
     def windows_in_order(self, count: int, *, limit: int = 0) -> Iterator[Sequences]:
         """Yield all windows once, `count` at a time, or `limit` > 0 of them, spread evenly. None is padded."""

@@ -10,10 +10,10 @@ depends on the order: it must never change, on any machine, in any version (test
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, Protocol, final
+from typing import Final, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,18 +108,6 @@ class Sequences:
             answers=None if self.answers is None else self.answers[which],
             roles=None if self.roles is None else self.roles[which],
         )
-
-
-def concatenate(batches: Sequence[Sequences]) -> Sequences:
-    """Concatenate batches along their rows. The result is `packed` if any is."""
-    if len(batches) == 1:
-        return batches[0]
-    parts = {field.name: [getattr(batch, field.name) for batch in batches] for field in fields(Sequences)}
-    packed = any(parts.pop("packed"))
-    arrays: dict[str, Any] = {
-        name: None if columns[0] is None else np.concatenate(columns) for name, columns in parts.items()
-    }
-    return Sequences(packed=packed, **arrays)
 
 
 class NumberedRows(Protocol):
