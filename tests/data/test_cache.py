@@ -82,7 +82,7 @@ def test_begin_and_end_marks_of_a_tokenizer_with_both(texts: Path, root: Path, t
 
 def test_processes_give_the_tokens_of_one(texts: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_cache, "_ALONE_BYTES", 0)
-    monkeypatch.setattr(token_cache, "_BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(token_cache, "BATCH_CHARACTERS", 2000)
     seen: list[tuple[int, int]] = []
     alone = prepare(Data(path=str(texts)), cache_root=root / "1", processes=1)
     both = prepare(Data(path=str(texts)), cache_root=root / "2", processes=2, progress=lambda *at: seen.append(at))

@@ -72,7 +72,7 @@ def test_a_changed_file_is_copied_again_and_a_removed_one_goes(server: Weather, 
     folder = Location.open(f"s3://{object_store.BUCKET}/texts")
     for name in ("a.txt", "b.txt"):
         (folder / name).write(name.encode())
-    words = ["data", "show", f"data={folder.url}"]
+    words = ["tune", f"data={folder.url}"]
     assert has_urls(words)
     for contents in ({"a.txt": b"a.txt", "b.txt": b"b.txt"}, {"a.txt": b"other"}):
         with with_local_paths(words) as local:

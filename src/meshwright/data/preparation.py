@@ -16,7 +16,7 @@ from meshwright.data.corpus.corpus import Corpus, MixedStream, Progress, Stream,
 from meshwright.data.corpus.token_cache import TRAINING_CHARACTERS, read_beginning, train_tokenizer
 from meshwright.data.sequences.numbered_rows import check_alike
 from meshwright.data.text.rows import Malformed, MalformedRows, require_hub, sum_malformed
-from meshwright.data.text.sources import Source
+from meshwright.data.text.sources import Source, is_stored
 from meshwright.data.tokens.tokenizer import Tokenizer, tokenizer_file
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError, MalformedRowError, argument
@@ -30,7 +30,14 @@ _LOOKED_AT = 256
 def prepare(
     data: Data, *, cache_root: Path | None = None, processes: int | None = None, progress: Progress | None = None
 ) -> Corpus:
-    """Prepare text as token_cache.prepare, samples as sample_cache.prepare, and a mixture source by source."""
+    """Prepare text as token_cache.prepare, samples as sample_cache.prepare, and a mixture source by source.
+
+    Token stores, and raw shards, are opened by data/stored.
+    """
+    if not data.mixture and is_stored(data.path):
+        from meshwright.data.stored.corpus import open_corpus
+
+        return open_corpus(data, cache_root=cache_root, processes=processes, progress=progress)
     if data.mixture:
         prepare_source = partial(prepare, cache_root=cache_root, processes=processes, progress=progress)
         return _prepare_mixture(data, prepare_source, cache_root)
@@ -49,6 +56,8 @@ def _prepare_mixture(data: Data, prepare_source: Callable[[Data], Corpus], cache
             refusals.append(str(error))
     if refusals:
         raise MalformedRowError("; ".join(refusals))
+    if len({corpus.tokenizer.fingerprint for corpus in corpora}) > 1:  # token stores bring their own
+        raise DataError(f"data={data.title}: stores have different tokenizers: prepare all with one data.tokenizer")
     weights = tuple(source.weight for source in data.mixture)
     fingerprint = corpora[0].fingerprint
     if len(corpora) > 1:
@@ -74,7 +83,10 @@ def _number_documents(streams: Iterable[Stream]) -> tuple[TokenStream, ...]:
 
 def _choose_tokenizer(data: Data, root: Path) -> str:
     """Return the tokenizer of all sources as a value of data.tokenizer that no folder changes."""
-    sources = [Source(part) for part in data.sources]
+    stored = [part.path for part in data.sources if is_stored(part.path)]
+    sources = [Source(part) for part in data.sources if part.path not in stored]
+    if data.tokenizer == "auto" and stored:
+        return _tokenizer_of_stores(stored, sources)
     if data.tokenizer == "auto":
         beside = [source.folder / "tokenizer.json" for source in sources if source.folder is not None]
         files = {file.resolve(): file for file in beside if file.is_file()}
@@ -85,7 +97,18 @@ def _choose_tokenizer(data: Data, root: Path) -> str:
         return str(next(iter(by_fingerprint.values()), "auto"))
     if not data.tokenizer.startswith("bpe:"):
         return data.tokenizer
+    if stored:
+        raise DataError(f"data.tokenizer={data.tokenizer} is trained on local text: for {stored[0]}, name a tokenizer")
     return str(_train_tokenizer(data, sources, root) / "tokenizer.json")
+
+
+def _tokenizer_of_stores(stored: list[str], sources: list[Source]) -> str:
+    """Return `auto` for stores alone, each of which has its own. Raises DataError if texts beside them name none."""
+    if sources:
+        raise DataError(
+            f"a mixture has one tokenizer: name that of {stored[0]} with data.tokenizer, or prepare every source"
+        )
+    return "auto"
 
 
 def _train_tokenizer(data: Data, sources: list[Source], root: Path) -> Path:
@@ -107,7 +130,11 @@ def check_sources(data: Data) -> None:
     if data.form == SAMPLES:
         named_template(data.template)
     for source in data.sources or (data,):
-        if source.path.startswith("hub:"):
+        if is_stored(source.path):
+            from meshwright.data.stored.corpus import check_stored
+
+            check_stored(source)
+        elif source.path.startswith("hub:"):
             require_hub(source.path)
         elif source.path != STDLIB and _must_refuse(source):
             prepare(data)  # reads all rows, and raises with the names of all malformed ones
@@ -144,6 +171,8 @@ def form_of(data: Data) -> Literal["text", "samples"]:
 
     It is samples if the row is a sample without a text. A null is not a text: tables pad rows with nulls.
     """
+    if is_stored(data.path):
+        return TEXT
     try:
         for row in islice(Source(data).rows(), _LOOKED_AT):
             if not isinstance(row[1], Malformed) and row[1].get(data.text_field) is not None:

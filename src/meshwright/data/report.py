@@ -395,15 +395,16 @@ def view(data: Data, recipe: Recipe, corpus: Corpus, *, rows: int = 1) -> DataVi
     pairs = any(part.pairs for part in corpus.train.parts)
     if pairs != recipe.traits.pairs:  # what is shown is the same under every objective over pairs
         recipe = replace(recipe, objective=PREFERENCES[0] if pairs else CROSS_ENTROPY)
-    sources, tokenizer = [Source(source) for source in data.sources or (data,)], corpus.tokenizer
+    parts = list(zip(data.sources or (data,), corpus.train.parts, strict=True))
+    sources, tokenizer = [Source(source) for source, part in parts if not part.is_stored], corpus.tokenizer
     sampler = numbered_rows(data, recipe, corpus, corpus.train, shuffle=True)
     aside = numbered_rows(data, recipe, corpus, corpus.validation, shuffle=False)
     short = sum(-(-max(0, part.num_tokens - 1) // recipe.sequence) for part in corpus.validation.parts)
     first, *more = _rows(corpus, sampler, rows)
     run, streams = recipe.over(len(sampler)), (corpus.train, corpus.validation)
     return DataView(
-        source=data.title if data.mixture else sources[0].title,
-        files=sum(len(source.files) for source in sources),
+        source=sources[0].title if sources and not data.mixture else data.title,
+        files=sum(len(source.files) for source in sources) + sum(part.files for _, part in parts),
         passed_over=tuple(str(path) for source in sources for path in source.passed_over),
         tokenizer=data.tokenizer,
         vocab=tokenizer.vocab,

@@ -12,8 +12,10 @@ OUTPUT_ARGUMENTS = {"export": 2}
 """Verb -> which of its arguments names what is written, from 1."""
 URL_KEYS = frozenset({"run", "store", "store.url", "resume"})
 """Keys of a plan whose URLs are not copied: the engine writes and reads there itself."""
-OWN_URLS = frozenset({"runs"})
+OWN_URLS = frozenset({"runs", "data prepare"})
 """Verbs that read URLs themselves."""
+STREAMED_KEYS = frozenset({"data", "data.path"})
+"""Keys whose URLs are read while training. `tune` reads rows of local files."""
 
 
 def has_urls(words: Sequence[str]) -> bool:
@@ -34,19 +36,20 @@ def with_local_paths(words: Sequence[str]) -> Iterator[list[str]]:
     from meshwright.store.local_copies import copy_to_cache, upload_afterwards
 
     verb, local = words[0], [words[0]]
+    uncopied = URL_KEYS if verb == "tune" else URL_KEYS | STREAMED_KEYS
     number = 0
     with ExitStack() as outputs:
         for before, word in pairwise(words):
             is_argument = not word.startswith("-") and not before.startswith("-")
             number += is_argument
             key, equals, setting = word.partition("=")
-            if verb in OWN_URLS:
+            if verb in OWN_URLS or " ".join(words[:2]) in OWN_URLS:
                 local.append(word)
             elif _is_store_url(word):
                 is_output = before in OUTPUTS or (is_argument and OUTPUT_ARGUMENTS.get(verb) == number)
                 path = outputs.enter_context(upload_afterwards(word)) if is_output else copy_to_cache(word)
                 local.append(str(path))
-            elif equals and _is_store_url(setting) and key not in URL_KEYS:
+            elif equals and _is_store_url(setting) and key not in uncopied:
                 is_output = key in OUTPUTS
                 path = outputs.enter_context(upload_afterwards(setting)) if is_output else copy_to_cache(setting)
                 local.append(f"{key}={path}")

@@ -90,6 +90,21 @@ class Location:
             filesystem, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
         return cls(url, filesystem, str(path))
 
+    @classmethod
+    def at(cls, path: str) -> Self:
+        """Open a URL, or a path of this machine as one. Folders on the way to a local file are created."""
+        if is_url(path):
+            return cls.open(path)
+        import fsspec
+
+        local = str(Path(path).expanduser().absolute())
+        return cls(local, fsspec.filesystem("file", auto_mkdir=True), local)
+
+    @property
+    def local(self) -> Path | None:
+        """Path on this machine. None = behind a URL."""
+        return None if is_url(self.url) else Path(self.url)
+
     def __truediv__(self, name: str) -> "Location":
         return Location(f"{self.url}/{name}", self.filesystem, f"{self.path}/{name}")
 

@@ -8,10 +8,14 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 log = logging.getLogger(__name__)
+
+_LEFTOVER_S = 86_400.0
+"""Age from which a temporary folder is taken for one that a killed process left."""
 
 
 def default_root() -> Path:
@@ -62,3 +66,15 @@ def lock(folder: Path) -> Iterator[bool]:
             fcntl.flock(file, fcntl.LOCK_EX)
             locked = True
         yield locked
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """Give a folder in the user's cache that is removed afterwards, and remove what killed processes left of it."""
+    root = writable_root()
+    for leftover in root.glob(f"{prefix}-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - leftover.stat().st_mtime > _LEFTOVER_S:
+                shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{prefix}-", dir=root) as folder:
+        yield Path(folder)

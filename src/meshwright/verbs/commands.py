@@ -97,7 +97,7 @@ def application(verbs: Iterable[str] = help.VERBS) -> typer.Typer:
     return program
 
 
-data = typer.Typer(cls=Verbs, help="Look at text, split and tokens before training.", short_help=help.VERBS["data"])
+data = typer.Typer(cls=Verbs, help="Look at text and tokens, or encode them.", short_help=help.VERBS["data"])
 
 
 @data.command(cls=Verb, name="show", short_help="Show the first packed sequence, and what it comes from.")
@@ -114,6 +114,32 @@ def data_show(
 
     path, overrides, _ = sort_words(words or ())
     show(path, overrides, json, html)
+
+
+@data.command(cls=Verb, name="prepare", short_help="Encode text into a token store, on one machine or many.")
+def data_prepare(
+    words: Words = None,
+    out: Annotated[
+        str, typer.Option("-o", "--out", metavar="STORE", help="Folder or URL of the store, new or begun before.")
+    ] = "",
+    part: Annotated[
+        str, typer.Option("--part", metavar="I/N", help="Encode this part of N, each on a machine of its own.")
+    ] = "1/1",
+    processes: Annotated[
+        int | None, typer.Option("--processes", help="Encoding processes.  [default: one per core]", show_default=False)
+    ] = None,
+    shard_tokens: Annotated[int, typer.Option("--shard-tokens", help="Tokens of a shard, about.")] = 2**24,
+    json: Annotated[bool, typer.Option("--json", help="Print what was done as one JSON document.")] = False,
+) -> None:
+    """Encode the text of a plan's data, which is given as for train, into a token store: data=STORE trains from it.
+
+    A run that ends early goes on where it was when it is repeated.
+    """
+    from meshwright.interface.planning.plan_reading import sort_words
+    from meshwright.verbs.data.prepare import prepare
+
+    path, overrides, _ = sort_words(words or ())
+    prepare(path, overrides, out=out, part=part, processes=processes, shard_tokens=shard_tokens, json=json)
 
 
 def options() -> None:

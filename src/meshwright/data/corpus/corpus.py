@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Final, final
+from typing import Any, BinaryIO, ClassVar, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +56,9 @@ class TokenFile:
 class TokenStream:
     """Documents end to end."""
 
+    is_stored: ClassVar[bool] = False
+    """It is that of a token store, of which `tokens` has the beginning."""
+
     tokens: NDArray[np.unsignedinteger[Any]]
     """[num_tokens] uint16 or uint32, read-only, begin and end marks included."""
     starts: NDArray[np.int64]
@@ -81,6 +84,11 @@ class TokenStream:
     def read(self, begin: int, end: int) -> NDArray[np.unsignedinteger[Any]]:
         """Return tokens [begin, end), leaving nothing of the file resident."""
         return self.tokens[begin:end] if self.file is None else self.file.read(begin, end)
+
+    @property
+    def files(self) -> int:
+        """Shards of a token store."""
+        return 0
 
     @property
     def parts(self) -> tuple["TokenStream", ...]:

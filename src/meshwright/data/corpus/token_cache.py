@@ -35,7 +35,7 @@ FORMAT: Final = 1
 """Version of the cache, raised whenever the same text would be stored differently."""
 
 STREAMS: Final = ("train", "validation")
-_BATCH_CHARACTERS: Final = 2**18
+BATCH_CHARACTERS: Final = 2**18
 _ALONE_BYTES: Final = 2**20
 """Largest text that is encoded in this process, which takes less time than starting others."""
 TRAINING_CHARACTERS: Final = 2**25
@@ -175,7 +175,7 @@ class _Build:
         processes = 1 if total <= _ALONE_BYTES else self.processes
         with Pool(self.tokenizer, processes) as pool:
             for ids in pool.map(
-                _queue_batches(group_by_size(parts, lambda part: len(part.text), _BATCH_CHARACTERS), waiting)
+                queue_batches(group_by_size(parts, lambda part: len(part.text), BATCH_CHARACTERS), waiting)
             ):
                 for part, tokens in zip(waiting.pop(0), ids, strict=True):
                     streams[part.stream].write(part, tokens)
@@ -187,7 +187,7 @@ class _Build:
         return malformed
 
 
-def _queue_batches(
+def queue_batches(
     batches: Iterator[list[sources.SplitPart]], waiting: list[list[sources.SplitPart]]
 ) -> Iterator[Batch]:
     """Yield the batches for the pool. Their parts wait for the ids."""

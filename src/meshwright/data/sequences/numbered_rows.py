@@ -206,6 +206,15 @@ def numbered_rows(data: Data, recipe: Recipe, corpus: Corpus, stream: Stream, *,
         return MixedRows(list(_rows_by_source(data, recipe, corpus, stream, shuffle)), stream.weights)
     if stream.marks is not None:
         return SampleRows(stream, data, corpus.tokenizer, sequence=recipe.sequence, seed=recipe.seed, shuffle=shuffle)
+    if stream.is_stored:
+        from meshwright.data.sequences.stored_rows import StoredRows
+        from meshwright.data.stored.shard_cache import StoredStream
+
+        assert isinstance(stream, StoredStream), "the only kind of stream that is stored"
+        return StoredRows(
+            stream, sequence=recipe.sequence, tokenizer_separator=corpus.tokenizer.separator, seed=recipe.seed,
+            shuffle=shuffle,
+        )  # fmt: skip
     return Sampler(
         stream,
         sequence=recipe.sequence,

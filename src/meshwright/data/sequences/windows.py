@@ -151,7 +151,7 @@ class Sampler:
 
     def rows_of(self, numbers: NDArray[np.int64]) -> Sequences:
         """Return the windows of these numbers."""
-        return _gather(self._stream, numbers * self._sequence, self._sequence, self._separator)
+        return gather(self._stream, numbers * self._sequence, self._sequence, self._separator)
 
     def windows(self, cursor: int, count: int) -> NDArray[np.int64]:
         """Return the numbers of the windows of these samples, [count]."""
@@ -177,10 +177,10 @@ class Sampler:
             chosen = np.arange(limit, dtype=np.int64) * total // limit
         for first in range(0, len(chosen), count):
             windows = chosen[first : first + count]
-            yield _gather(self._stream, windows * self._sequence, self._sequence, self._separator)
+            yield gather(self._stream, windows * self._sequence, self._sequence, self._separator)
 
 
-def _gather(stream: TokenStream, begins: NDArray[np.int64], sequence: int, separator: bool) -> Sequences:
+def gather(stream: TokenStream, begins: NDArray[np.int64], sequence: int, separator: bool) -> Sequences:
     """Return the windows that begin at these tokens, padded behind the stream's end."""
     read, length = _read(stream, begins, sequence + 1)
     border = _borders(stream, begins, sequence + 1)

@@ -14,8 +14,9 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any, Final, NoReturn, final
+from typing import IO, Any, Final, NoReturn, final
 
 from meshwright.spec.errors import DataError, MalformedRowError
 from meshwright.spec.extras import require
@@ -384,17 +385,26 @@ def jsonl(path: Path) -> Iterator[Row]:
         with path.open("rb") as file:
             check_begins_as_utf8(path, file.read(BEGINNING))
             file.seek(0)
-            for number, line in enumerate(iter(lambda: file.readline(MOST_CHARACTERS + 1), b""), start=1):
-                where = f"{path}, line {number}"
-                if len(line) > MOST_CHARACTERS:
-                    while line and not line.endswith(b"\n"):
-                        line = file.readline(MOST_CHARACTERS)
-                    complaint = f"{where} has more than {MOST_CHARACTERS:,} bytes: one row a line"
-                    yield f"{path}:{number}", Malformed(complaint)
-                elif line.strip():
-                    yield f"{path}:{number}", _parse_line(line, where)
+            yield from json_lines(file, str(path))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def json_lines(file: IO[bytes], name: str, end: int | None = None) -> Iterator[Row]:
+    """Yield the lines from here to those that begin before position `end`, None = all, except blank ones."""
+    for number in count(1):
+        if end is not None and file.tell() >= end:
+            return
+        line, where = file.readline(MOST_CHARACTERS + 1), f"{name}, line {number}"
+        if not line:
+            return
+        if len(line) > MOST_CHARACTERS:
+            while line and not line.endswith(b"\n"):
+                line = file.readline(MOST_CHARACTERS)
+            complaint = f"{where} has more than {MOST_CHARACTERS:,} bytes: one row a line"
+            yield f"{name}:{number}", Malformed(complaint)
+        elif line.strip():
+            yield f"{name}:{number}", _parse_line(line, where)
 
 
 def json_array(path: Path) -> Iterator[Row]:
@@ -403,22 +413,26 @@ def json_array(path: Path) -> Iterator[Row]:
         yield f"{path}:{number}", Malformed(f"{path}, row {number}: {complaint}") if complaint else row
 
 
-def parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Yield every row, streamed, since a row group may exceed memory. `columns` = only these. Needs pyarrow."""
-    require("parquet", str(path), error=DataError)
+def parquet(path: Path, columns: Sequence[str] | None = None, name: str = "") -> Iterator[Row]:
+    """Yield every row, streamed, since a row group may exceed memory. Needs pyarrow.
+
+    `columns` = only these. `name`: that of the file in locations and messages, by default its path.
+    """
+    name = name or str(path)
+    require("parquet", name, error=DataError)
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
     try:
         with ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
             for column in columns or ():
-                _require_field(column, file.schema_arrow.names, str(path))
+                _require_field(column, file.schema_arrow.names, name)
             batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=columns and list(columns))
             rows = (row for batch in batches for row in batch.to_pylist())
             for number, row in enumerate(rows, start=1):
-                yield f"{path}:{number}", _remove_padding(row)
+                yield f"{name}:{number}", _remove_padding(row)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} is not a readable parquet file: {' '.join(str(error).split())}") from error
+        raise DataError(f"{name} is not a readable parquet file: {' '.join(str(error).split())}") from error
 
 
 def hub(dataset: Any, name: str, columns: Sequence[str] | None = None) -> Iterator[Row]:

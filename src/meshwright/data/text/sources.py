@@ -23,7 +23,7 @@ from meshwright.data.text import rows
 from meshwright.data.text.rows import Malformed, MalformedRows, Row
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError, MalformedRowError
-from meshwright.spec.plan.plan import STDLIB
+from meshwright.spec.plan.plan import STDLIB, URL
 
 _BINARY_SNIFF_BYTES = 2**13
 _HEAD_BYTES = 300
@@ -41,7 +41,10 @@ _ROWS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
     ".json": rows.json_array,
     ".parquet": rows.parquet,
 }
-_MAGIC = "*?["
+PACKED: Final = (".gz", ".zst", ".zstd")
+SHARDS: Final = (".mds", ".tar")
+NOT_READ: Final = (".mds.br", ".mds.bz2", ".mds.snappy", ".tar.gz", ".tgz")
+MAGIC: Final = frozenset("*?[")
 _ALIKE = 0.8
 """Similarity of a misspelled name (difflib). Short names with only an ending in common reach 0.77."""
 
@@ -68,12 +71,12 @@ class Source:
         self._data: Final = data
         self._dataset: Any = rows.load_hub(data.path) if data.path.startswith("hub:") else None
         try:
-            listed, self.folder = ([], None) if self._dataset is not None else _list_files(data.path)
+            listed, self.folder = ([], None) if self._dataset is not None else list_files(data.path)
         except OSError as error:
             raise DataError(f"data.path={data.path}: {error.filename} cannot be read: {error.strerror}") from error
         # Whoever names a folder means the text in it; whoever names a file means that file.
         optional = self.folder is not None and Path(data.path).expanduser().is_dir()
-        self.passed_over: Final = tuple(path for path in listed if optional and _is_binary(path))
+        self.passed_over: Final = tuple(path for path in listed if optional and is_binary(path))
         """Files of a folder that are not text. A binary file that is named, or matched by a glob, is an error."""
         left_out = set(self.passed_over)
         self.files: Final = tuple(path for path in listed if path not in left_out)
@@ -145,16 +148,21 @@ class Source:
                 yield Document(name=os.fspath(path), pieces=rows.read(path))
 
     def _texts(self, records: Iterator[Row], malformed: MalformedRows | None) -> Iterator[Document]:
-        for name, text in rows.texts(records, self._data.text_field):
-            if malformed is not None:
-                malformed.rows += 1
-            if not isinstance(text, Malformed):
-                if text:
-                    yield Document(name=name, pieces=rows.cut(text))
-            elif malformed is None:
-                raise MalformedRowError(text.complaint)
-            else:
-                malformed.add(text.complaint)
+        return documents_of(records, self._data.text_field, malformed)
+
+
+def documents_of(records: Iterator[Row], field: str, malformed: MalformedRows | None) -> Iterator[Document]:
+    """Yield the non-empty texts of a field. Rows without one are counted, or raised where there is no counter."""
+    for name, text in rows.texts(records, field):
+        if malformed is not None:
+            malformed.rows += 1
+        if not isinstance(text, Malformed):
+            if text:
+                yield Document(name=name, pieces=rows.cut(text))
+        elif malformed is None:
+            raise MalformedRowError(text.complaint)
+        else:
+            malformed.add(text.complaint)
 
 
 def _limit_bytes(documents: Iterator[Document], limit: int) -> Iterator[Document]:
@@ -179,16 +187,21 @@ def _limit_bytes(documents: Iterator[Document], limit: int) -> Iterator[Document
             return
 
 
-def _list_files(path: str) -> tuple[list[Path], Path | None]:
+def list_files(path: str) -> tuple[list[Path], Path | None]:
     """Return the files, and the folder in which a tokenizer may lie beside them."""
     if path == STDLIB:
         return _standard_library(), None
+    if URL.match(path):
+        raise DataError(
+            f"data.path={path} is behind a URL, and only text to train on is read from there: copy rows for "
+            "fine-tuning, and texts to score, to local disk"
+        )
     named = Path(path).expanduser()
     if named.is_dir():
         return [file for file in _walk(named) if file.name not in _NOT_TEXT], named
     if named.exists():
         return [named], named.parent
-    if any(mark in path for mark in _MAGIC):
+    if MAGIC & set(path):
         # glob gives no order, and the order of documents decides the data of every step.
         matches = sorted(Path(match) for match in glob.iglob(os.fspath(named), recursive=True))
         return [file for file in matches if file.is_file()], None
@@ -226,7 +239,8 @@ def _walk(root: Path, left_out: Collection[str] = ("__pycache__",)) -> Iterator[
                 yield Path(entry.path)
 
 
-def _is_binary(path: Path) -> bool:
+def is_binary(path: Path) -> bool:
+    """Return whether a file is no text by its beginning, nor a table of texts."""
     if path.suffix == ".parquet":
         return False
     with path.open("rb") as file:
@@ -249,7 +263,7 @@ def _explain_nothing(path: str, listed: list[Path]) -> str:
     if listed:
         names = ", ".join(file.name for file in islice(listed, 3))
         return f"data.path={path} holds no text, only binary files ({names}): give a folder, file or glob of text"
-    if any(mark in path for mark in _MAGIC):
+    if MAGIC & set(path):
         return f"data.path={path} matches no file: check the pattern (** goes through folders)"
     return f"data.path={path} holds no files: put text, .jsonl or .parquet files there"
 
@@ -379,10 +393,10 @@ def parts(documents: Iterable[Document], split: Split, reading: Reading) -> Iter
         number = reading.num_documents
         counted = reading.document(filter(None, document.pieces))
         if split.cut_bytes >= 0:
-            yield from _mark_ends(_divide(counted, split.cut_bytes, reading))
+            yield from mark_ends(_divide(counted, split.cut_bytes, reading))
         else:
             stream = HELD_OUT if number < len(split.held) and split.held[number] else TRAIN
-            yield from _mark_ends((stream, piece) for piece in counted)
+            yield from mark_ends((stream, piece) for piece in counted)
 
 
 def _divide(pieces: Iterable[str], cut_bytes: int, reading: Reading) -> Iterator[tuple[int, str]]:
@@ -404,7 +418,7 @@ def _line_end(text: str, near: int) -> int:
     return text.rfind("\n", 0, near) + 1 or (text.find("\n", near) + 1) % len(text) or near
 
 
-def _mark_ends(pieces: Iterable[tuple[int, str]]) -> Iterator[SplitPart]:
+def mark_ends(pieces: Iterable[tuple[int, str]]) -> Iterator[SplitPart]:
     """Mark each piece of a document as the first or last of its stream."""
     waiting, previous = None, None
     for piece in pieces:
@@ -416,3 +430,47 @@ def _mark_ends(pieces: Iterable[tuple[int, str]]) -> Iterator[SplitPart]:
         waiting = piece
     if waiting is not None:
         yield SplitPart(stream=waiting[0], first=waiting[0] != previous, last=True, text=waiting[1])
+
+
+_BESIDE: Final = {"index.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+"""Files that lie beside shards and are no text."""
+
+
+def ends(name: str) -> tuple[str, str]:
+    """Return the ending of a file's name and of its compression: (`.jsonl`, `.gz`)."""
+    path = Path(name.lower())
+    packed = path.suffix if path.suffix in PACKED else ""
+    return (Path(path.stem).suffix if packed else path.suffix), packed
+
+
+def is_shard(name: str) -> bool:
+    """Return whether a file is compressed, or a shard of another trainer."""
+    kind, packed = ends(name)
+    return kind in SHARDS or bool(packed) or name.lower().endswith(NOT_READ)
+
+
+def is_raw(path: str) -> bool:
+    """Return whether text is behind a URL, compressed, or in shards: a file, a pattern, or a folder of nothing else."""
+    if URL.match(path) or is_shard(path):
+        return True
+    folder = Path(path).expanduser()
+    if path == STDLIB or not folder.is_dir():
+        return False
+    names = [file.name for file in folder.iterdir() if not file.name.startswith(".") and file.name not in _BESIDE]
+    return bool(names) and all(map(is_shard, names))
+
+
+def is_store(path: str) -> bool:
+    """Return whether a path or URL is a token store, finished or not."""
+    if not URL.match(path):
+        return path != STDLIB and (Path(path).expanduser() / "store.json").is_file()
+    from meshwright.remote.locations import Location
+    from meshwright.remote.transfer import persist
+
+    is_pattern = bool(MAGIC & set(path)) or is_shard(path) or ends(path)[0] in (".jsonl", ".parquet")
+    return not is_pattern and persist((Location.open(path) / "store.json").describe) is not None
+
+
+def is_stored(path: str) -> bool:
+    """Return whether a path is read as a token store: one that was prepared, or raw shards that will be."""
+    return is_raw(path) or is_store(path)

@@ -35,7 +35,7 @@ GROUPS = {
         "export": "Write a run as a Hugging Face directory.",
         "import": "Make a run of a Hugging Face directory.",
         "quantize": "Write a model with fewer bits per weight, and say what it costs.",
-        "data": "Show text, split and tokens.",
+        "data": "Show text and tokens, or encode them into a store.",
         "schema": "Print the JSON Schema of plan files.",
     },
     "Prove": {

@@ -114,6 +114,8 @@ class Data:
     """Share of the text held out for evaluation."""
     limit_bytes: int = 0
     """Read at most this many bytes of text; 0 = all."""
+    cache_bytes: int = 16_000_000_000
+    """Keep at most this many bytes of shards of a token store behind a URL on local disk, for each source."""
     malformed: Literal["refuse", "skip"] = "refuse"
     """Treatment of rows that cannot be read, such as broken JSON or a missing field: `refuse` names them and stops,
     `skip` leaves them out and counts them."""
@@ -148,6 +150,8 @@ class Data:
             )
         if self.limit_bytes < 0:
             raise PlanError(f"data.limit_bytes={self.limit_bytes} must be 0 (all) or more")
+        if self.cache_bytes < 1:
+            raise PlanError(f"data.cache_bytes={self.cache_bytes} must be 1 or more")
         if self.form == SAMPLES and self.limit_bytes:
             raise PlanError(
                 f"data.limit_bytes={self.limit_bytes} cuts text, and data.form=samples reads whole rows: leave it out, "

@@ -1,5 +1,7 @@
 """`meshwright data show [PLAN.yaml] [KEY=VALUE ...]`: what would be trained on."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -66,7 +68,13 @@ def _by_columns(data: Data, plan: Path | None, overrides: list[str]) -> Data:
 
 def encode(data: Data, console: Console) -> Corpus:
     """Encode the corpus, with a progress bar on a terminal."""
-    of_rows = data.form == SAMPLES
+    with encoding_bar(console, of_rows=data.form == SAMPLES) as advance:
+        return prepare(data, progress=advance)
+
+
+@contextmanager
+def encoding_bar(console: Console, *, of_rows: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Show progress on a terminal, and yield what takes (rows or bytes done, total)."""
     sizes = (MofNCompleteColumn(),) if of_rows else (DownloadColumn(binary_units=True), TransferSpeedColumn())
     columns = (TextColumn("encoding rows" if of_rows else "encoding"), BarColumn(), *sizes, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -75,7 +83,7 @@ def encode(data: Data, console: Console) -> Corpus:
         def advance(done: int, whole: int) -> None:
             bar.update(task, completed=done, total=whole, visible=True)
 
-        return prepare(data, progress=advance)
+        yield advance
 
 
 def _figures(data_view: DataView) -> Table:

@@ -1,0 +1,168 @@
+"""Index of a token store: what its shards hold, by which tokenizer, and what is missing.
+
+    STORE/store.json            what is encoded and how, written by the first worker
+    STORE/tokenizer/            tokenizer.json and the files beside it
+    STORE/shards/000012-0.train   ids, padded to 8 bytes, and the first token of each document as int64
+    STORE/shards/000012-0.held    the same of held-out documents
+    STORE/units/000012.json     after a unit of the text: its shards. Without it they do not count
+    STORE/index.json            after all units: their shards, column by column, in order
+
+All files but the first are the same whichever worker makes them, and however often.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.remote.locations import Location
+from meshwright.remote.transfer import persist
+from meshwright.spec.errors import DataError, printable
+
+FORMAT: Final = "meshwright-tokens-1"
+SHUFFLED_SHARDS: Final = 16
+"""Shards whose windows are shuffled together. Recorded in each index, since the order of a run depends on it."""
+SIDES: Final = ("train", "held")
+ALIGNED: Final = 8
+"""Bytes to which ids are padded, so that the starts behind them can be read in place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """Shards of one side, as columns."""
+
+    file: tuple[str, ...]
+    """Name below the store."""
+    sha256: tuple[str, ...]
+    bytes: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    documents: NDArray[np.int64]
+    text_bytes: NDArray[np.int64]
+    """UTF-8 bytes of the text, without marks."""
+
+    @classmethod
+    def of_records(cls, records: Sequence[Mapping[str, Any]]) -> "Shards":
+        """Return the columns of records with the names of the fields."""
+        return cls.of_columns({column.name: [record[column.name] for record in records] for column in fields(cls)})
+
+    @classmethod
+    def of_columns(cls, columns: Mapping[str, Any]) -> "Shards":
+        """Return the columns of an index. Raises KeyError, TypeError, ValueError for others."""
+        numbers = [np.array(columns[name], np.int64) for name in ("bytes", "tokens", "documents", "text_bytes")]
+        names = [tuple(map(str, columns[name])) for name in ("file", "sha256")]
+        if len({len(column) for column in (*names, *numbers)}) > 1:
+            raise ValueError("columns of different lengths")
+        size, tokens, documents, text_bytes = numbers
+        return cls(
+            file=names[0], sha256=names[1], bytes=size, tokens=tokens, documents=documents, text_bytes=text_bytes
+        )
+
+    def columns(self) -> dict[str, list[Any]]:
+        """Return the columns for a JSON document."""
+        return {column.name: list(_plain(getattr(self, column.name))) for column in fields(self)}
+
+
+def _plain(column: Any) -> Any:
+    return column.tolist() if isinstance(column, np.ndarray) else column
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreIndex:
+    """Contents of a finished store."""
+
+    train: Shards
+    held: Shards
+    tokenizer: str
+    """Fingerprint of its tokenizer."""
+    vocab: int
+    validation: float
+    """Share of the documents that are held out."""
+    shuffled_shards: int
+    source: str
+    malformed: Mapping[str, Any]
+    """Fields of MalformedRows."""
+    fingerprint: str
+    """Hash of the index: equal ones mean equal tokens in an equal order."""
+
+
+def read_document(location: Location) -> dict[str, Any] | None:
+    """Return the object in a JSON file. None = there is none, or it was not written to its end."""
+    try:
+        document = json.loads(persist(location.read))
+    except (FileNotFoundError, ValueError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def write_file(location: Location, content: bytes) -> None:
+    """Write a file that appears complete or not at all."""
+    if location.local is None:
+        persist(lambda: location.write(content))
+        return
+    location.local.parent.mkdir(parents=True, exist_ok=True)
+    fresh = location.local.with_name(f".{location.name}.{os.getpid()}")
+    fresh.write_bytes(content)
+    fresh.replace(location.local)
+
+
+def index_bytes(
+    definition: Mapping[str, Any], units: Sequence[Mapping[str, Any]], malformed: Mapping[str, Any]
+) -> bytes:
+    """Return index.json of a store from the records of all its units, in order."""
+    sides = {side: Shards.of_records([shard for unit in units for shard in unit[side]]).columns() for side in SIDES}
+    keys = ("format", "tokenizer", "vocab", "validation", "source")
+    document = {key: definition[key] for key in keys}
+    document |= {"shuffled_shards": SHUFFLED_SHARDS, "malformed": malformed, **sides}
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def read_index(location: Location) -> StoreIndex:
+    """Read the index of a store. Raises DataError for one that is not finished, damaged, or of a newer version."""
+    try:
+        content = persist((location / "index.json").read)
+    except FileNotFoundError:
+        raise DataError(
+            f"{location} is not finished: run `meshwright data prepare` with the words that began it, each part once"
+        ) from None
+    try:
+        document = json.loads(content)
+        if document["format"] != FORMAT:
+            raise DataError(f"{location} is a store of format {document['format']}, and this version reads {FORMAT}")
+        return StoreIndex(
+            train=Shards.of_columns(document["train"]),
+            held=Shards.of_columns(document["held"]),
+            **{key: document[key] for key in ("tokenizer", "vocab", "validation", "shuffled_shards", "source")},
+            malformed=document["malformed"],
+            fingerprint=hashlib.blake2b(content, digest_size=20).hexdigest(),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{location}/index.json is damaged ({error}): {_REMEDY.format('index.json')}") from error
+
+
+_REMEDY: Final = "remove {} there if it exists, and run `meshwright data prepare` again, which makes only that anew"
+
+
+def damaged(location: Location, file: str, fault: str) -> DataError:
+    """Return the error for a shard that is missing or changed."""
+    return DataError(f"{location}/{file} {fault}: {_REMEDY.format(printable(file))}")
+
+
+def list_sizes(location: Location) -> dict[str, int]:
+    """Return the size of each file of a store, by its name."""
+    return {file.name: file.size_bytes for file in persist(location.list_files)}
+
+
+def check_files(location: Location, index: StoreIndex) -> None:
+    """Raise DataError for the first shard that is missing or cut off. Contents are checked when a shard is opened."""
+    sizes = list_sizes(location)
+    for shards in (index.train, index.held):
+        for file, size in zip(shards.file, shards.bytes.tolist(), strict=True):
+            if file not in sizes:
+                raise damaged(location, file, "is missing")
+            if sizes[file] != size:
+                raise damaged(location, file, f"is damaged: it has {sizes[file]:,} bytes of {size:,}")

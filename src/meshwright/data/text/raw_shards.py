@@ -1,0 +1,287 @@
+"""Raw shards: text behind URLs, or in the formats of other trainers, as documents. One piece of a file at a time.
+
+| file | read as |
+|---|---|
+| .jsonl, also .gz, .zst; .json.gz, .json.zst | a document a line |
+| .parquet | a document a row |
+| .mds, also .gz, .zst | a document a sample of mosaicml-streaming, version 2 |
+| .tar | a document a sample of WebDataset: files of one name up to its first dot |
+| others | a text each |
+
+An MDS shard is a count n, n + 1 offsets (all uint32), a JSON of its columns, and the samples: sizes of the columns that
+vary, then the columns (`streaming/base/format/mds/writer.py` of mosaicml/streaming).
+"""
+
+import gzip
+import json
+import tarfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from io import BufferedReader
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from meshwright.data.text import rows
+from meshwright.data.text.rows import Malformed, MalformedRows, Row
+from meshwright.data.text.sources import (
+    MAGIC,
+    NOT_READ,
+    SHARDS,
+    Document,
+    documents_of,
+    ends,
+    is_binary,
+    is_shard,
+    list_files,
+)
+from meshwright.remote.locations import Location, is_url
+from meshwright.remote.transfer import download, persist
+from meshwright.spec import Data
+from meshwright.spec.errors import DataError, printable
+from meshwright.spec.user_cache import temporary_folder
+
+_BLOCK_BYTES = 2**23
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Lines of a file that begin in [begin, end), or a whole file."""
+
+    path: str
+    """Local path or URL."""
+    begin: int
+    end: int
+    file_bytes: int
+
+    @property
+    def name(self) -> str:
+        """Name in messages."""
+        return printable(self.path) + (f" from byte {self.begin}" if self.begin else "")
+
+    @property
+    def is_whole(self) -> bool:
+        """It is a whole file."""
+        return (self.begin, self.end) == (0, self.file_bytes)
+
+
+def list_spans(path: str, most_bytes: int) -> list[Span]:
+    """Return all text of a path in a fixed order. Files of lines are cut into spans of about `most_bytes`.
+
+    Raises DataError where there is none.
+    """
+    files = _list_remote(path) if is_url(path) else _list_local(path)
+    folders = {name.rpartition("/")[0] for name, _ in files if ".mds" in name.rpartition("/")[2]}
+    # The index of MDS shards repeats what the shards themselves say.
+    files = [(name, size) for name, size in files if size and _named(name) not in folders]
+    if not files:
+        raise DataError(f"data.path={printable(path)} holds no text: name a folder, a file or a pattern that has some")
+    if unread := next((name for name, _ in files if name.endswith(NOT_READ)), ""):
+        raise DataError(f"{printable(unread)} is packed in a way that is not read: take .gz or .zst, and .tar as it is")
+    return [span for name, size in files for span in _cut(name, size, most_bytes)]
+
+
+def _named(name: str) -> str:
+    """Return the folder of an index of shards, and of other files a name that no folder has."""
+    folder, _, file = name.rpartition("/")
+    return folder if file == "index.json" else "\0"
+
+
+def _cut(name: str, size: int, most_bytes: int) -> Iterator[Span]:
+    step = most_bytes if ends(name) == (".jsonl", "") else size
+    for begin in range(0, size, step):
+        yield Span(path=name, begin=begin, end=min(size, begin + step), file_bytes=size)
+
+
+def _list_remote(path: str) -> list[tuple[str, int]]:
+    parts = path.split("/")
+    plain = next((number for number, part in enumerate(parts) if set(part) & MAGIC), len(parts))
+    location = Location.open("/".join(parts[:plain]))
+    if plain == len(parts) and (file := persist(location.describe)):
+        return [(location.url, file.size_bytes)]
+    files = [(f"{location.url}/{file.name}", file.size_bytes) for file in persist(location.list_files)]
+    if plain < len(parts):
+        return [file for file in files if _matches(file[0].split("/")[plain:], parts[plain:])]
+    return [file for file in files if not any(part.startswith((".", "_")) for part in file[0].split("/")[plain:])]
+
+
+def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Return whether names of folders and a file match patterns, part by part. `**` = any number of folders."""
+    if not patterns or not names:
+        return not patterns and not names
+    if patterns[0] == "**":
+        return any(_matches(names[skipped:], patterns[1:]) for skipped in range(len(names)))
+    return fnmatchcase(names[0], patterns[0]) and _matches(names[1:], patterns[1:])
+
+
+def _list_local(path: str) -> list[tuple[str, int]]:
+    files, _ = list_files(path)
+    if Path(path).expanduser().is_dir():
+        # Whoever names a folder means the text in it.
+        files = [file for file in files if is_shard(file.name) or not is_binary(file)]
+    return [(str(file), file.stat().st_size) for file in files]
+
+
+def documents(span: Span, data: Data, malformed: MalformedRows | None = None) -> Iterator[Document]:
+    """Yield the non-empty documents of a span. Each must be read before the next is requested.
+
+    Rows without text are counted in `malformed`, or raise MalformedRowError where that is None. Raises DataError,
+    StoreError.
+    """
+    kind, packed = ends(span.path)
+    if packed and kind not in (".jsonl", ".json", *SHARDS[:1]):
+        raise DataError(f"{span.name}: compressed files of rows are read, .jsonl{packed} and .mds{packed}: unpack it")
+    with ExitStack() as stack:
+        file = stack.enter_context(_fetched(span))
+        if kind == ".parquet":
+            records = rows.parquet(file, [data.text_field], span.name)
+        elif kind == ".json" and not packed:
+            records = rows.json_array(file)
+        elif kind in (".jsonl", ".json", *SHARDS):
+            opened = stack.enter_context(_open(file, span, packed))
+            records = _RECORDS[kind](opened, span)
+        else:
+            yield Document(name=span.name, pieces=rows.read(file))
+            return
+        try:
+            yield from documents_of(records, data.text_field, malformed)
+        except (EOFError, OSError, tarfile.TarError, zlib.error) as error:
+            raise DataError(f"{span.name} is damaged or cut off: {error}; copy it again") from error
+
+
+@contextmanager
+def _fetched(span: Span) -> Iterator[Path]:
+    """Give a local file with the span. What lies behind a URL is removed afterwards."""
+    if not is_url(span.path):
+        yield Path(span.path)
+        return
+    location = Location.open(span.path)
+    with temporary_folder("raw") as folder:
+        file = folder / location.name
+        if span.is_whole:
+            download([(location, file, "")])
+        else:
+            _fetch_lines(location, span, file)
+        yield file
+
+
+def _fetch_lines(location: Location, span: Span, file: Path) -> None:
+    """Copy the span, the byte before it, and the rest of its last line."""
+    with file.open("wb") as copy:
+        position, ended = max(0, span.begin - 1), False
+        while not ended and position < span.file_bytes:
+            stop = min(span.file_bytes, max(span.end, position + 1), position + _BLOCK_BYTES)
+            if position >= span.end:
+                stop = min(span.file_bytes, position + _BLOCK_BYTES // 8)
+            first, last = position, stop
+            block = persist(lambda: location.read(first, last))  # noqa: B023  # called at once
+            copy.write(block)
+            # The last line begins before the end, and ends at the first line end from the last byte on.
+            ended = stop >= span.end and b"\n" in block[max(0, span.end - 1 - position) :]
+            position = stop
+
+
+@contextmanager
+def _open(path: Path, span: Span, packed: str) -> Iterator[IO[bytes]]:
+    """Open a file of rows at the span's first line."""
+    with path.open("rb") as file:
+        if packed == ".gz":
+            with gzip.open(file) as unpacked:
+                yield unpacked  # type: ignore[misc]
+        elif packed:
+            try:
+                import zstandard
+            except ImportError:
+                raise DataError(f"{span.name} needs zstandard, which is not installed: pip install zstandard") from None
+            try:
+                with zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True) as unpacked:
+                    yield BufferedReader(unpacked)
+            except zstandard.ZstdError as error:
+                raise DataError(f"{span.name} is damaged or cut off: {error}; copy it again") from error
+        else:
+            yield file
+
+
+def _lines(file: IO[bytes], span: Span) -> Iterator[Row]:
+    if span.is_whole:
+        yield from rows.json_lines(file, span.name)
+        return
+    # A copy from behind a URL begins with the byte before the span.
+    shift = max(0, span.begin - 1) if is_url(span.path) else 0
+    if span.begin:
+        # A line that began before belongs to the span before. If the byte before is a line end, nothing is lost.
+        file.seek(span.begin - 1 - shift)
+        file.readline()
+    yield from rows.json_lines(file, span.name, end=span.end - shift)
+
+
+def _mds(file: IO[bytes], span: Span) -> Iterator[Row]:
+    (samples,) = np.frombuffer(_read(file, 4, span), "<u4").tolist()
+    offsets = np.frombuffer(_read(file, 4 * (samples + 1), span), "<u4").astype(np.int64)
+    try:
+        columns = json.loads(_read(file, int(offsets[0]) - 4 * (samples + 2), span))
+        names, encodings, sizes = (columns[f"column_{what}"] for what in ("names", "encodings", "sizes"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{span.name} is no MDS shard of version 2: {error}") from error
+    for number, length in enumerate(np.diff(offsets).tolist(), start=1):
+        sample = _read(file, length, span)
+        varying = sum(size is None for size in sizes)
+        lengths = iter(np.frombuffer(sample[: 4 * varying], "<u4").tolist())
+        position, row, where = 4 * varying, dict[str, Any](), f"{span.name}:{number}"
+        try:
+            for name, encoding, size in zip(names, encodings, sizes, strict=True):
+                size = next(lengths) if size is None else size
+                column, position = sample[position : position + size], position + size
+                row[name] = column.decode() if encoding == "str" else column
+            yield where, row
+        except UnicodeDecodeError:
+            yield where, Malformed(f"{span.name}, row {number}: not UTF-8 text")
+
+
+def _read(file: IO[bytes], size: int, span: Span) -> bytes:
+    data = file.read(size) if size >= 0 else b""
+    if len(data) != size:
+        raise DataError(f"{span.name} is damaged or cut off: an MDS shard has more bytes; copy it again")
+    return data
+
+
+def _tar(file: IO[bytes], span: Span) -> Iterator[Row]:
+    with tarfile.open(fileobj=file, mode="r|") as archive:
+        members = (member for member in archive if member.isfile())
+        samples = groupby(members, lambda member: _split_name(member.name)[0])
+        for number, (_, parts) in enumerate(samples, start=1):
+            row, where = dict[str, Any](), f"{span.name}:{number}"
+            complaint = ""
+            for member in parts:
+                ending = _split_name(member.name)[1]
+                content = archive.extractfile(member)
+                assert content is not None, "a file has contents"
+                try:
+                    row |= _fields(ending, content.read())
+                except ValueError as error:
+                    complaint = f"{span.name}, row {number}: {member.name}: {error}"
+            yield where, Malformed(complaint) if complaint else row
+
+
+def _fields(ending: str, content: bytes) -> Mapping[str, Any]:
+    """Return the fields of one file of a sample: those of a .json, a text as `text` and by its ending."""
+    if ending == "json":
+        fields = json.loads(content)
+        return fields if isinstance(fields, dict) else {ending: fields}
+    if ending in ("txt", "text", "md", "html"):
+        return {ending: (text := content.decode()), "text": text}
+    return {ending: content}
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    folder, _, file = name.rpartition("/")
+    key, _, ending = file.partition(".")
+    return f"{folder}/{key}", ending.lower()
+
+
+_RECORDS = {".jsonl": _lines, ".json": _lines, ".mds": _mds, ".tar": _tar}
