@@ -112,8 +112,9 @@ def read(store: Path, steps: int, step_s: float) -> dict[str, Any]:
     whole, used = time.perf_counter() - started, time.process_time() - used
     feed.close()
     return {
-        "data_wait": sum(waits) / whole, "median_wait": statistics.median(waits) / step_s, "reader_core": used / whole, "tokens_per_second": steps * ROWS * SEQUENCE / whole,
-        "train_tokens": corpus.train.num_tokens, "documents": corpus.train.num_documents, "blocks": len(rows) / ROWS,
+        "data_wait": sum(waits) / whole, "median_wait": statistics.median(waits) / step_s, "reader_core": used / whole,
+        "tokens_per_second": steps * ROWS * SEQUENCE / whole, "train_tokens": corpus.train.num_tokens,
+        "documents": corpus.train.num_documents, "batches_of_an_epoch": len(rows) / ROWS,
     }  # fmt: skip
 
 
