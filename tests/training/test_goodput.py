@@ -19,7 +19,7 @@ from tests.store import saving
 from tests.training import running
 
 NO_TIME = dict.fromkeys(PARTS, 0.0)
-OPTIONS: dict[str, Any] = {"steps": 1000, "checkpoint_every": 20, "eval_every": 0}
+OPTIONS: dict[str, Any] = {"steps": 700, "checkpoint_every": 20, "eval_every": 0}
 
 
 def write_accounts(path: Path, *changes: dict[str, Any]) -> None:
@@ -146,8 +146,8 @@ def test_plans_foretell_three_drills(tmp_path: Path) -> None:
             work_s=work_s, steps_s=steps_s, interval_s=20 * work_s / account.steps,
             save_s=account.save_seconds / account.saves, write_s=0.0,
             start_s=account.start_seconds + account.other_seconds,
-            # Some were killed themselves: this is the length of one that is not.
-            restart_s=mtbf_s * log1p(account.restart_seconds / account.interruptions / mtbf_s), mtbf_s=mtbf_s,
+            # Kills shortened some restarts: this is the length of a whole one.
+            restart_s=-mtbf_s * log1p(-account.restart_seconds / kills / mtbf_s), mtbf_s=mtbf_s,
             hardware=0.0, repair_s=0.0, nodes=1, spares=0,
         )  # fmt: skip
         print(f"drill {drill}: planned {planned.goodput:.1%}, accounted {account.share:.1%}: {account.words}")

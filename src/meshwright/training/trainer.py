@@ -248,8 +248,9 @@ class Trainer:
         self.pulse.step_ended(pending.span.seconds)
         progress.seconds += pending.span.seconds
         self._clock.count(pending.span, pending.global_batch * recipe.sequence)
-        # A GPU computes the step before during the host's wait: only time without work counts.
-        exposed_wait_s = min(pending.data_wait_s, pending.span.idle_s)
+        # A GPU computes the step before during the host's wait: only time without work counts. What the first step
+        # waits for is the start of the reader, and is counted with its compilation.
+        exposed_wait_s = 0.0 if pending.span.compiled else min(pending.data_wait_s, pending.span.idle_s)
         self._session.count_step(pending.step, exposed_wait_s, self._clock.compile_s)
         # Norms of micro-batches and of their sum are two batch sizes, which the noise scale needs.
         if pending.micro_tokens:

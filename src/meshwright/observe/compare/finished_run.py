@@ -148,9 +148,9 @@ def goodput_document(run: FinishedRun) -> dict[str, Any] | None:
         beside = (account.evaluation_seconds + account.data_wait_seconds) / account.productive_seconds
         mtbf_s, restart_s = assumed.mtbf_device_hours * HOUR_S / run.plan.layout.world, account.start_seconds
         if number:
-            # Restarts were measured with all waits for nodes, and with failures during a restart.
-            mtbf_s = (account.wall_seconds - account.restart_seconds) / number
-            restart_s = mtbf_s * math.log1p(account.restart_seconds / number / mtbf_s)
+            mtbf_s = account.wall_seconds / number
+            # Measured with all waits for nodes. Failures shortened some restarts: this is the length of a whole one.
+            restart_s = -mtbf_s * math.log1p(-account.restart_seconds / number / mtbf_s)
         timing = RunTiming(
             steps_s=steps_s, work_s=steps_s * (1 + beside), start_s=account.start_seconds, save_s=save_s,
             restart_s=restart_s, mtbf_s=mtbf_s, interval_s=0.0,
