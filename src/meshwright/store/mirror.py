@@ -49,6 +49,13 @@ POLL_S = (0.2, 5.0)
 """First and longest pause of rank 0 between two looks for the files of other ranks."""
 LONGEST_WAIT_S = 1800.0
 """Longest wait without a new file of another rank."""
+SERVE = f"""\
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from meshwright.store.mirror import serve_uploads
+serve_uploads(*sys.argv[1:])
+"""
+"""Program of the process beside a rank. It has the same package as here, whatever the current folder holds."""
 NOT_MIRRORED = (".lock", "loss.png")
 """Files of a run folder that stay on their machine: a lock has no meaning elsewhere, a picture is drawn again."""
 
@@ -215,12 +222,9 @@ class Mirror:
         self._idle = Event()
         self._idle.set()
         settings = {"url": store.url, "keep_last": store.keep_last, "bandwidth": store.bandwidth / writers}
-        # The same package as here, whatever the current folder holds.
-        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         # A session of its own: Ctrl-C in a terminal is for the run, which still has a checkpoint to upload.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, json.dumps(settings), str(rank)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            [sys.executable, "-P", "-c", SERVE, json.dumps(settings), str(rank)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         self._thread = Thread(target=self._read_answers, name="uploads", daemon=True)
@@ -439,7 +443,3 @@ def choose_newer(run: StoredRun, folder: Path) -> str:
             )
         return stored.name
     return ""
-
-
-if __name__ == "__main__":
-    serve_uploads(*sys.argv[1:])

@@ -169,8 +169,8 @@ def test_a_folder_of_one_machine_is_noted(capsys: pytest.CaptureFixture[str], tm
     shared = Path("/dev/shm")
     words = [*BIG, f"run={shared}/a"]
     assert any("/dev/shm/a is on tmpfs" in note for note in written(capsys, "slurm", tmp_path / "a", *words)["notes"])
-    one = written(capsys, "slurm", tmp_path / "b", *words, "cluster.nodes=1")
-    assert not any("tmpfs" in note for note in one["notes"])
+    alone = written(capsys, "slurm", tmp_path / "b", *words, "cluster.nodes=1")
+    assert not any("tmpfs" in note for note in alone["notes"])
 
 
 @pytest.mark.parametrize("to", STARTS)
