@@ -58,7 +58,7 @@ class Job:
     """Names and sizes that the files of a target share."""
 
     plan: Plan
-    """With the run folder as the nodes see it."""
+    """Its run is the folder as the nodes see it."""
     name: str
     """Lower case letters, digits and hyphens, as in a DNS name."""
     grace_s: int
