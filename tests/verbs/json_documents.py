@@ -53,6 +53,7 @@ COMMANDS: dict[str, Command] = {
     "generate": Command(("generate", "run", "--prompt", "def f", "--max-new-tokens", "4", "--greedy")),
     "data-show": _words("data show run/plan.yaml"),
     "runs": _words("runs run --verify"),
+    "launch": _whole("launch model=llama-tiny --to kubernetes -o launched"),
     "export": _whole("export run exported"),
     "import": _whole("import exported imported"),
     "quantize": _words("quantize exported --scheme int4-rtn -o quantized"),
