@@ -122,18 +122,44 @@ def test_a_damaged_tier_is_repaired_from_the_other(texts: Path, tmp_path: Path, 
     )  # fmt: skip
 
 
-def test_a_damaged_copy_is_never_taken(texts: Path, tmp_path: Path, url: str) -> None:
-    """A byte changes in the store, sizes stay: the hash tells, and the run says so instead of training on."""
+def test_a_damaged_copy_is_passed_over(texts: Path, tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A byte changes in the store, sizes stay: the hash tells, and the one before is taken while there is one."""
     run = tmp_path / "run"
-    loop.run(plan(texts, run, url, steps=8))
-    name = stored(url).list_checkpoints()[-1].name
+    loop.run(plan(texts, run, url, steps=4))
+    loop.run(plan(texts, run, url, steps=8), resume="auto")
+    loop.run(running.plan(texts, tmp_path / "whole", **{**OPTIONS, "steps": 4}))
+    loop.run(running.plan(texts, tmp_path / "whole", **{**OPTIONS, "steps": 8}), resume="auto")
+    names = [entry.name for entry in stored(url).list_checkpoints()]
+    assert len(names) == 2
+    damage(url, names[1])
+    wipe(run)
+    loop.run(plan(texts, run, url, steps=8), resume="auto")
+    assert "is damaged: its hash differs" in caplog.text
+    assert_same_end(run, tmp_path / "whole")
+    for entry in stored(url).list_checkpoints():
+        damage(url, entry.name)
+    wipe(run)
+    with pytest.raises(CheckpointError, match="can be used: see `meshwright runs s3://"):
+        loop.run(plan(texts, run, url, steps=8), resume="auto")
+
+
+def damage(url: str, name: str) -> None:
+    """Change a byte of a stored checkpoint, and no size."""
     folder = stored(url).checkpoints / name
     shard = next(file.name for file in folder.list_files() if file.name.startswith("shard-"))
     contents = (folder / shard).read()
-    (folder / shard).write(contents[:-1] + bytes([contents[-1] ^ 1]))
-    wipe(run)
-    with pytest.raises(CheckpointError, match="is damaged: its hash differs"):
-        loop.run(plan(texts, run, url, steps=8), resume="auto")
+    (folder / shard).write(contents[:-1] + bytes([(contents[-1] + 1) % 256]))
+
+
+def test_what_failed_to_upload_is_uploaded_by_the_next_process(
+    texts: Path, tmp_path: Path, url: str, server: tuple[str, Weather]
+) -> None:
+    run = tmp_path / "run"
+    loop.run(running.plan(texts, run, **{**OPTIONS, "steps": 8}))
+    loop.run(plan(texts, run, url, steps=8), resume="auto")
+    assert [entry.step for entry in stored(url).list_checkpoints()] == [8]
+    stored(url).prune(1, step=8)
+    assert not stored(url).find_problem(stored(url).list_checkpoints()[-1].name)
 
 
 def test_a_checkpoint_is_seen_whole_or_not_at_all(
@@ -171,7 +197,7 @@ def test_retention_keeps_the_newest_and_the_best(url: str, tmp_path: Path) -> No
     for step, score in enumerate([3.0, 2.0, 2.5, 2.6, 2.7], start=1):
         _put_commit(run, step, score)
     (run.checkpoints / "step-000004-00000000" / "shard-00001").write(b"half")
-    removed = run.prune(2)
+    removed = run.prune(2, step=5)
     assert [entry.step for entry in run.list_checkpoints()] == [2, 4, 5]
     assert "step-000004-00000000" in removed and len(removed) == 3
     # Training went back to step 4 and saved step 5 again: the earlier step 5 and all later ones are of another course.
@@ -255,6 +281,8 @@ def test_an_upload_that_fails_for_good_ends_the_run_with_one_line(
         (("store=s3://bucket/a", "store.keep_last=0"), "store.keep_last=0 must be 1 or more"),
         (("store=s3://bucket/a", "run=s3://bucket/b"), "give one of them"),
         (("store=s3://bucket/a", "store.bandwidth=-1"), "must be megabytes per second"),
+        (("store=memory://a",), "ends with the process that uploads"),
+        (("run=s3://bucket/auto",), "names no run"),
     ],
 )
 def test_impossible_stores_are_refused(words: tuple[str, ...], message: str) -> None:

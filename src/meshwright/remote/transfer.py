@@ -75,11 +75,11 @@ def upload(pairs: Sequence[tuple[Path, Location]], throttle: Throttle = NO_LIMIT
             return
 
         def send_slowly() -> None:
-            with source.open("rb") as file, target.create_file(PIECE_BYTES) as stream:
+            # Closing the stream sends the last part.
+            with target.reporting(), source.open("rb") as file, target.create_file(PIECE_BYTES) as stream:
                 while piece := file.read(PIECE_BYTES):
                     throttle.wait(len(piece))
-                    with target.reporting():
-                        stream.write(piece)
+                    stream.write(piece)
 
         persist(send_slowly)
 
@@ -104,7 +104,9 @@ def download(triples: Sequence[tuple[Location, Path, str]]) -> None:
                     break
                 # A transfer may have lost bytes: only a second one shows that the store itself holds others.
                 if is_last:
-                    raise StoreError(f"{source} is damaged: its hash differs from the recorded one")
+                    failure = StoreError(f"{source} is damaged: its hash differs from the recorded one")
+                    failure.is_damage = True
+                    raise failure
             with fresh.open("rb") as file:
                 os.fsync(file.fileno())
             fresh.replace(target)

@@ -132,6 +132,8 @@ class StoreError(MeshwrightError):
 
     may_pass = True
     """False: another attempt would fail, too."""
+    is_damage = False
+    """True: the file was read, and holds other bytes than recorded."""
 
 
 class HubError(MeshwrightError):

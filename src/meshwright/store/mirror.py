@@ -19,12 +19,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 
 from meshwright.remote.locations import Location
 from meshwright.remote.transfer import Throttle, download, hash_file, persist, upload
@@ -132,21 +132,30 @@ class StoredRun:
             persist((folder / file).remove)
 
     def prune(self, keep_last: int, *, step: int | None = None, uploading: str = "") -> list[str]:
-        """Remove all but the newest `keep_last` checkpoints and the best, with what killed uploads left behind.
+        """Remove all but the newest `keep_last` whole checkpoints and the best. Damaged newer ones remain.
 
         Returns the names of what was removed.
 
         Args:
             keep_last: Number of steps.
-            step: Remove later ones too: they belong to training that was abandoned. None = there is none.
+            step: Step of the run that owns the store. Later ones and unfinished uploads are removed, too. None = the
+                caller does not own it, so an unfinished upload may be one under way.
             uploading: Name that must not be touched.
         """
         committed, partial = self._sizes()
         abandoned = [name for other, name, _ in committed if step is not None and other > step]
         newest_first = sorted((entry for entry in committed if entry[1] not in abandoned), reverse=True)
         # A step may be there twice, from before and after a resumption.
-        steps = sorted({other for other, _, _ in newest_first}, reverse=True)[: max(1, keep_last)]
-        older = [name for other, name, _ in newest_first if other not in steps]
+        steps: set[int] = set()
+        oldest_kept = len(newest_first)
+        for number, (other, name, _) in enumerate(newest_first):
+            if len(steps) == max(1, keep_last) and other not in steps:
+                oldest_kept = number
+                break
+            if not self.find_problem(name):
+                steps.add(other)
+        older = [name for _, name, _ in newest_first[oldest_kept:]]
+        partial = partial if step is not None else []
         scores: dict[str, float] = {}
         # The best is looked for only where something older is about to go.
         for _, name, _ in newest_first if older else ():
@@ -216,15 +225,18 @@ class Mirror:
         self, store: Store, *, rank: int, writers: int, waiting: Callable[[], None] = lambda: None
     ) -> None:  # fmt: skip
         self.rank, self.writers, self.waiting = rank, writers, waiting
+        self.run = StoredRun(Location.open(store.url))
         self.error: StoreError | None = None
         """Why the last upload failed. The next one that succeeds clears it."""
         self._step: int | None = None
+        self._lock = Lock()
+        """Held while the step on its way changes: this thread begins an upload, another one ends it."""
         self._idle = Event()
         self._idle.set()
         settings = {"url": store.url, "keep_last": store.keep_last, "bandwidth": store.bandwidth / writers}
         # A session of its own: Ctrl-C in a terminal is for the run, which still has a checkpoint to upload.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", SERVE, json.dumps(settings), str(rank)],
+            [sys.executable, "-P", "-c", SERVE, json.dumps(settings), str(rank), str(writers)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         self._thread = Thread(target=self._read_answers, name="uploads", daemon=True)
@@ -234,6 +246,11 @@ class Mirror:
     def step(self) -> int | None:
         """Step of the checkpoint on its way, which must not be removed. None = none."""
         return self._step
+
+    def is_behind(self, step: int) -> bool:
+        """Return whether the store's newest checkpoint is older than a step."""
+        stored = self.run.list_checkpoints()
+        return not stored or stored[-1].step < step
 
     def choose(self, step: int, *, last: bool) -> str:
         """Return the name under which rank 0 uploads a checkpoint. Empty = it stays local.
@@ -254,8 +271,9 @@ class Mirror:
 
     def begin(self, step: int, path: Path, name: str) -> None:
         """Start to upload a committed local checkpoint. All ranks call this with the name that rank 0 chose."""
-        self._idle.clear()
-        self._step = step
+        with self._lock:
+            self._idle.clear()
+            self._step = step
         request = json.dumps({"step": step, "path": str(path.absolute()), "name": name})
         assert self._process.stdin is not None
         try:
@@ -290,27 +308,29 @@ class Mirror:
         with self._process.stdout as answers:
             for answer in answers:
                 self._end(*json.loads(answer))
-        if self._step is not None:
-            self._end(self._step, f"the process that uploads has ended ({self._process.wait()})")
+        if (step := self._step) is not None:
+            self._end(step, f"the process that uploads has ended ({self._process.wait()})")
 
     def _end(self, step: int, problem: str) -> None:
         """Take the outcome of an upload. Empty = it succeeded."""
         # On another rank than 0 the next upload may begin before this thread has read the answer.
-        if step != self._step:
-            return
-        self.error = None
+        with self._lock:
+            if step != self._step:
+                return
+            self._step = None
+            self.error = None
+            self._idle.set()
         if problem:
             self.error = StoreError(f"the checkpoint of step {step} is on local disk alone: {problem}")
             log.warning("%s", self.error)
-        self._step = None
-        self._idle.set()
 
 
 class Uploader:
     """The other end of a `Mirror`: uploads what one rank wrote."""
 
-    def __init__(self, store: Store, rank: int) -> None:
-        self.run, self.store, self.rank = StoredRun(Location.open(store.url)), store, rank
+    def __init__(self, store: Store, rank: int, writers: int) -> None:
+        self.run, self.store = StoredRun(Location.open(store.url)), store
+        self.rank, self.writers = rank, writers
         self._throttle = Throttle(store.bandwidth * 1e6)
         self._uploaded: dict[str, tuple[int, int]] = {}
         """Records in the store, by name: time of change and size."""
@@ -319,10 +339,8 @@ class Uploader:
         """Upload this rank's files of a checkpoint. Rank 0 then waits for all others and commits."""
         commit = checkpoint_folder.read_commit(path)
         target = self.run.checkpoints / name
-        mine = f"shard-{self.rank + 1:05d}-"
-        names = [file.name for file in commit.files if file.name.startswith(mine)]
-        if self.rank == 0:
-            names += [file.name for file in commit.files if not file.name.startswith("shard-")]
+        # A checkpoint that an earlier process wrote may have files of more ranks than there are now.
+        names = [file.name for file in commit.files if _writer_of(file.name) % self.writers == self.rank]
         upload([(path / file, target / file) for file in names], self._throttle)
         if self.rank:
             return
@@ -330,12 +348,16 @@ class Uploader:
         self._wait_for_files(target, commit)
         persist(lambda: (target / COMMIT).write(checkpoint_folder.encode_commit(commit)))
         # Only now: until the new one is committed, the old ones are all there is.
-        self.run.prune(self.store.keep_last, step=step, uploading=name)
+        try:
+            self.run.prune(self.store.keep_last, step=step, uploading=name)
+        except StoreError as error:
+            # The checkpoint itself is safe, and the next upload prunes again.
+            log.warning("old checkpoints remain: %s", error)
 
     def report_failure(self, name: str) -> None:
         """Tell rank 0, if the store can be written at all, that the files of this rank will not come."""
-        with suppress(StoreError):
-            (self.run.checkpoints / name / f"{_FAILED}{self.rank}").write(b"")
+        with suppress(Exception):
+            persist(lambda: (self.run.checkpoints / name / f"{_FAILED}{self.rank}").write(b""))
 
     def _upload_records(self, folder: Path) -> None:
         """Upload the files of the run folder that have changed since."""
@@ -371,11 +393,20 @@ class Uploader:
             pause_s = min(longest_s, pause_s * 1.5)
 
 
-def serve_uploads(settings: str, rank: str) -> None:
+def _writer_of(name: str) -> int:
+    """Return the rank that wrote a file of a checkpoint. All but shards are rank 0's."""
+    match = re.match(r"shard-(\d+)-", name)
+    return int(match[1]) - 1 if match else 0
+
+
+def serve_uploads(settings: str, rank: str, writers: str) -> None:
     """Upload what standard input asks for, one JSON line each. Answers with a line: what failed, or empty."""
     # A cluster sends its signals to every process of a job, and the last checkpoint is still to be uploaded.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    # Libraries may print: only answers go to the pipe, all else to standard error.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
     requests: SimpleQueue[str] = SimpleQueue()
 
     def read_requests() -> None:
@@ -385,7 +416,7 @@ def serve_uploads(settings: str, rank: str) -> None:
         os._exit(0)
 
     Thread(target=read_requests, daemon=True).start()
-    uploader = Uploader(Store(**json.loads(settings)), int(rank))
+    uploader = Uploader(Store(**json.loads(settings)), int(rank), int(writers))
     while True:
         request = json.loads(requests.get())
         problem = ""
@@ -394,7 +425,7 @@ def serve_uploads(settings: str, rank: str) -> None:
         except Exception as error:  # whatever it is, the run must hear of it
             problem = str(error) or repr(error)
             uploader.report_failure(request["name"])
-        print(json.dumps([request["step"], problem]), flush=True)
+        print(json.dumps([request["step"], problem]), file=answers, flush=True)
 
 
 def check_store(store: Store, resume: str) -> bool:
@@ -422,15 +453,18 @@ def check_store(store: Store, resume: str) -> bool:
     return bool(stored)
 
 
-def choose_newer(run: StoredRun, folder: Path) -> str:
+def choose_newer(run: StoredRun, folder: Path, damaged: Collection[str] = ()) -> str:
     """Return the name of the newest sound checkpoint in the store. Empty = local disk is as new, or newer.
 
-    `folder`: the run's folder. Raises RunError when its disk has too little room.
+    `folder`: the run's folder. `damaged`: names that turned out to be damaged. Raises RunError when the disk of the
+    folder has too little room, DamagedCheckpoint when nothing but damaged checkpoints is there.
     """
     local = [saved.step for saved in checkpoint_folder.list_checkpoints(folder / CHECKPOINTS) if not saved.problem]
     for stored in reversed(run.list_checkpoints()):
         if local and stored.step <= max(local):
             break
+        if stored.name in damaged:
+            continue
         if problem := run.find_problem(stored.name):
             log.warning("passed over: checkpoint %s: %s", run.checkpoints / stored.name, problem)
             continue
@@ -442,4 +476,8 @@ def choose_newer(run: StoredRun, folder: Path) -> str:
                 f"{argument('run')}"
             )
         return stored.name
+    if damaged and not local:
+        raise DamagedCheckpoint(
+            f"no checkpoint of {run.location} can be used: see `meshwright runs {run.location} --verify`"
+        )
     return ""

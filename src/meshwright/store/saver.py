@@ -236,6 +236,19 @@ class Saver:
             mirror.begin(step, path, name)
         return path
 
+    def upload_resumed(self, step: int) -> None:
+        """Upload the local checkpoint of a step that the store lacks, as after a failed upload. All ranks together."""
+        path, mirror = self.folder / f"step-{step:06d}", self.mirror
+        if mirror is None:
+            return
+        name = ""
+        if mirror.rank == 0 and path.is_dir() and mirror.is_behind(step):
+            name = mirror.choose(step, last=False)
+        if mirror.writers > 1:
+            name = broadcast_object(0, name, None if self.group is None else self.group.process_group)
+        if name:
+            mirror.begin(step, path, name)
+
     def failed(self) -> bool:
         """Return whether the save in flight has failed on this rank. Reports it to `saved` if it succeeded."""
         if self._flight is None or not self._flight.landed:
@@ -275,9 +288,13 @@ class Saver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self.wait()
-            if self.mirror is not None:
-                self.mirror.close()
+            try:
+                self.wait()
+                if self.mirror is not None:
+                    self.mirror.close()
+            finally:
+                if self.mirror is not None:
+                    self.mirror.abandon()
             return
         if self._flight is not None and not issubclass(kind, Exception):
             self._flight.ended.set()  # second Ctrl-C: abandon the save now
@@ -285,9 +302,8 @@ class Saver:
         is_shared = issubclass(kind, MeshwrightError | KeyboardInterrupt)
         self.settle(None if is_shared else GRACE_S)
         if self.mirror is not None:
-            if is_shared:
-                self.mirror.wait()
-            self.mirror.abandon(GRACE_S)
+            # A second Ctrl-C ends at once.
+            self.mirror.abandon(GRACE_S if issubclass(kind, Exception) else 0.0)
 
     def _assigned_tensors(self, tensors: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
         """Return the tensors that this rank writes. Of identical pieces on several ranks, one rank writes."""

@@ -3,6 +3,7 @@
 Each of these can still refuse.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from meshwright.parallel.groups.mesh import saving_group
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.pipeline.pass_graphs import check_device
 from meshwright.spec import Plan
-from meshwright.spec.errors import CheckpointError, PlanError, StoreError, argument
+from meshwright.spec.errors import CheckpointError, DamagedCheckpoint, PlanError, StoreError, argument
 from meshwright.spec.recipe.recipe import UNREAD, DataRead
 from meshwright.store import checkpoint, checkpoint_folder
 from meshwright.store.default_folders import drop_unbegun, explain_new_run, find_begun_run, settle_run
@@ -40,6 +41,7 @@ from meshwright.training.step.watch import Forecast
 if TYPE_CHECKING:
     from meshwright.store.mirror import StoredRun
 
+log = logging.getLogger(__name__)
 MEASURED_ROWS = 256
 """Rows whose documents are measured at the start."""
 ECHO_S = 1.0
@@ -298,20 +300,29 @@ def fetch_newest(job: Job, run: Path) -> None:
 
     stored = StoredRun(Location.open(job.plan.store.url))
 
+    damaged: list[str] = []
+
     def choose() -> str:
         run.mkdir(parents=True, exist_ok=True)
         # Another process may train here: it is refused before anything is written.
         lock = RunLock.take(run)
         try:
-            if name := choose_newer(stored, run):
+            if name := choose_newer(stored, run, damaged):
                 stored.fetch_records(run)
         finally:
             lock.release()
         return name
 
-    if name := job.rank_zero.broadcast(choose):
-        path = _fetch(job, stored, name, run / "checkpoints")
-        job.add_lines(("resume", f"{path.name} is fetched from {stored.location}"))
+    while name := job.rank_zero.broadcast(choose):
+        try:
+            path = _fetch(job, stored, name, run / "checkpoints")
+        except DamagedCheckpoint as error:
+            if job.rank_zero.is_here:
+                log.warning("passed over: %s", error)
+            damaged.append(name)
+            continue
+        job.add_lines(("resume", f"{path.name} was fetched from {stored.location}"))
+        return
 
 
 def repair_from_store(job: Job, path: Path) -> bool:
@@ -345,7 +356,7 @@ def _fetch(job: Job, stored: "StoredRun", name: str, checkpoints: Path) -> Path:
         try:
             return stored.fetch(name, checkpoints, (world.index, world.size))
         except StoreError as error:
-            raise CheckpointError(str(error)) from None
+            raise (DamagedCheckpoint if error.is_damage else CheckpointError)(str(error)) from None
 
     hidden = checkpoint.agree(fetch_part, world.process_group if world.size > 1 else None)
     return job.rank_zero.broadcast(lambda: stored.publish(name, hidden))

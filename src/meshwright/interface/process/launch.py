@@ -48,6 +48,7 @@ PHASES = {
     "meshwright.training.objectives.reference:log_probabilities": "reference",
     "meshwright.training.run_samples:RunSamples.take": "sample",
     "meshwright.training.trainer:Trainer._save": "save",
+    "meshwright.store.saver:Saver.__exit__": "upload",
     "meshwright.training.trainer:Trainer._notify": "report",
     "meshwright.training.trainer:Trainer._finish": "finish",
 }

@@ -206,7 +206,14 @@ class Store:
     def __post_init__(self) -> None:
         if self.url and not URL.match(self.url):
             raise PlanError(
-                f"store.url={printable(self.url)} is no URL: give one as s3://bucket/runs/a. A local folder is run"
+                f"store.url={printable(self.url)} is no URL: give one as s3://bucket/runs/a. A local folder is "
+                "run=runs/a"
+            )
+        if self.url.startswith("memory:"):
+            raise PlanError(f"store.url={printable(self.url)} ends with the process that uploads: give a bucket")
+        if self.url and self.url.rstrip("/").rpartition("/")[2] in ("", "auto", "latest", ".."):
+            raise PlanError(
+                f"store.url={printable(self.url)} names no run: end it with a name, as in s3://bucket/runs/a"
             )
         if self.keep_last < 1:
             raise PlanError(f"store.keep_last={self.keep_last} must be 1 or more: a run resumes from the newest")

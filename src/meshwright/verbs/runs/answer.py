@@ -181,7 +181,7 @@ def _stored_damage(folder: Location, commit: Commit) -> str:
 
     def digest(name: str) -> str:
         sha256 = hashlib.sha256()
-        with (folder / name).open_file() as stream:
+        with (folder / name).reporting(), (folder / name).open_file() as stream:
             while piece := stream.read(PIECE_BYTES):
                 sha256.update(piece)
         return sha256.hexdigest()
