@@ -213,7 +213,6 @@ def plan(
     document_tokens: float = 0.0,
     mtbf: float | None = None,
     restart: float | None = None,
-    repair: float | None = None,
     storage: float | None = None,
     spares: int | None = None,
 ) -> PlanAnswer:
@@ -236,7 +235,6 @@ def plan(
         document_tokens: Average length of the packed document around a token. 0 = the whole row.
         mtbf: Hours of a device between failures. None = as in Llama 3's run. This and what follows need `tokens`.
         restart: Seconds from a failure to the next step.
-        repair: Hours until a failed node is back.
         storage: GB/s of a node, for checkpoints.
         spares: Nodes beyond those that train.
 
@@ -253,7 +251,6 @@ def plan(
     failures: dict[str, Any] = {
         "mtbf": mtbf,
         "restart": restart,
-        "repair": repair,
         "storage": storage,
         "spares": spares,
     }
