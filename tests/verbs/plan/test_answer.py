@@ -13,7 +13,7 @@ from meshwright.interface.answers.answer import plain
 from meshwright.interface.planning.layouts import PlannedLayout
 from meshwright.interface.planning.plan_reading import base_words, read_plan, words_of
 from meshwright.spec import Plan, presets
-from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.errors import ArgumentError, IllegalLayout
 from meshwright.verbs.commands import option_writer
 from meshwright.verbs.main import main
 
@@ -178,3 +178,25 @@ def test_keywords_are_keys_of_a_plan_file() -> None:
 def test_a_layout_of_several_ranks_is_sent_to_torchrun() -> None:
     with pytest.raises(IllegalLayout, match="torchrun --nproc_per_node 2"):
         mw.train(layout={"dp_shard": 2})
+
+
+def test_a_length_brings_goodput_and_an_interval_of_saves() -> None:
+    """The same bill, longer by what fails; a worse device saves no less often; refusals come first."""
+    answer = mw.plan("llama-3.2-1b", cluster="h100x8", tokens="1T", listed=1)
+    weeks = answer.to_dict()["goodput"]
+    assert weeks["wall_seconds"] == pytest.approx(sum(weeks["wall_seconds_by_part"].values()))
+    assert (
+        weeks["wall_seconds"]
+        > answer.to_dict()["budget"]["days"] * 86_400
+        == pytest.approx(weeks["wall_seconds_by_part"]["steps"], rel=1e-3)
+    )
+    assert "recipe.checkpoint_every=" in answer.weeks and "419 unexpected interruptions" in answer.weeks
+    worse = mw.plan("llama-3.2-1b", cluster="h100x8", tokens="1T", listed=1, mtbf=100, spares=1).to_dict()["goodput"]
+    assert worse["goodput"] < weeks["goodput"] and worse["spare_nodes"] == 1
+    assert worse["checkpoint_every"] <= weeks["checkpoint_every"]
+    with pytest.raises(ArgumentError, match="length of a run"):
+        mw.plan("llama-3.2-1b", cluster="h100x8", mtbf=100)
+    with pytest.raises(ArgumentError, match="lets no run end"):
+        mw.plan(
+            "llama-3.1-8b", cluster="h100x8", nodes=512, recipe={"global_batch": 4096}, tokens="1T", listed=1, mtbf=1
+        )

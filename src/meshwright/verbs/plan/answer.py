@@ -47,6 +47,10 @@ if TYPE_CHECKING:
     from meshwright.stacks.declaration.software import TrainingSoftware
 
 
+ENDLESS = 1000
+"""Time with failures over time without, from which a run is taken never to end."""
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PlanAnswer(Answer):
     """The layouts that fit, the recommended one first, and the reasons."""
@@ -209,7 +213,6 @@ def plan(
     document_tokens: float = 0.0,
     mtbf: float | None = None,
     restart: float | None = None,
-    repair: float | None = None,
     storage: float | None = None,
     spares: int | None = None,
 ) -> PlanAnswer:
@@ -232,7 +235,6 @@ def plan(
         document_tokens: Average length of the packed document around a token. 0 = the whole row.
         mtbf: Hours of a device between failures. None = as in Llama 3's run. This and what follows need `tokens`.
         restart: Seconds from a failure to the next step.
-        repair: Hours until a failed node is back.
         storage: GB/s of a node, for checkpoints.
         spares: Nodes beyond those that train.
 
@@ -249,7 +251,6 @@ def plan(
     failures: dict[str, Any] = {
         "mtbf": mtbf,
         "restart": restart,
-        "repair": repair,
         "storage": storage,
         "spares": spares,
     }
@@ -299,7 +300,7 @@ def plan(
         ranking=ranking, estimator=estimator, fixed=fixed, tokens=budget, price=price, software=software,
         conditions=conditions,
     )  # fmt: skip
-    if answer.timing is not None and answer.timing.wall_s == float("inf"):
+    if answer.timing is not None and answer.timing.running_s > ENDLESS * answer.timing.work_s:
         rule = f"lets no run end: a failure of the cluster comes every {answer.timing.mtbf_s:.2g} s"
         raise ArgumentError("mtbf", mtbf, rule, "give that of one device, not of the cluster")
     return answer

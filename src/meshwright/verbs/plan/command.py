@@ -24,7 +24,6 @@ from meshwright.interface.options import (
     AskedOutputFolder,
     AskedQuantization,
     AskedRecipe,
-    AskedRepair,
     AskedRestart,
     AskedServe,
     AskedStack,
@@ -85,7 +84,6 @@ def plan(
     ] = 0.0,
     mtbf: AskedMtbf = None,
     restart: AskedRestart = None,
-    repair: AskedRepair = None,
     storage: AskedStorage = None,
     spares: Annotated[
         int | None, typer.Option("--spares", metavar="INT", help="Nodes beyond those that train. [default: 0]")
@@ -152,7 +150,6 @@ def plan(
     failures: dict[str, Any] = {
         "mtbf": mtbf,
         "restart": restart,
-        "repair": repair,
         "storage": storage,
         "spares": spares,
     }
