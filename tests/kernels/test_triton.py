@@ -144,7 +144,7 @@ def test_grids_are_within_limits() -> None:
 
 @pytest.mark.parametrize("capability", one_of_three)
 @each_row
-@pytest.mark.long
+@pytest.mark.slow
 def test_integers_of_every_kind(row: Row, capability: int) -> None:
     """Each integer argument at 1, at a multiple of 16, at an odd number, and above 31 bits: what Triton makes
     constants and types of."""
