@@ -126,7 +126,10 @@ def test_verbs_and_options_in_the_pages_exist() -> None:
         if words[0] not in verbs:
             wrong.append(f"{page}: meshwright {words[0]}")
             continue
-        known = {name for parameter in verbs[words[0]].params for name in (*parameter.opts, *parameter.secondary_opts)}
+        verb = verbs[words[0]]
+        # `data prepare` is a verb of a group.
+        verb = getattr(verb, "commands", {}).get(next(iter(words[1:]), ""), verb)
+        known = {name for parameter in verb.params for name in (*parameter.opts, *parameter.secondary_opts)}
         # Flags of another program, in quotes, are one word.
         flags = [word for word in words if word.startswith("--") and " " not in word]
         options = {word.partition("=")[0] for word in flags} - {"--help", "--debug"}

@@ -30,6 +30,8 @@ READERS = {
     "data": "data show data=", "eval": "eval hf --data ", "quantize": "quantize hf --scheme int4-gptq -o small --data ",
 }  # fmt: skip
 """Verbs that read rows, up to the path."""
+SCHEMES = {"s3": "s3", "gcs": "gs", "azure": "az", "hub": "hf"}
+"""Extras of object stores -> their scheme."""
 TRAINERS = {
     "train": "train model=llama-tiny data=texts", "tune": "tune model=llama-tiny model.init=random data=chat.jsonl",
     "distill": "distill --teacher hf --student teacher:layers=1 data=texts",
@@ -66,6 +68,10 @@ def commands(extra: str) -> list[str]:
         return ["eval hf --tasks hellaswag"]
     if extra in ("parquet", "hf"):
         return [before + {"parquet": "rows.parquet", "hf": "hub:owner/name"}[extra] for before in READERS.values()]
+    if extra in SCHEMES:
+        url = f"{SCHEMES[extra]}://bucket/a"
+        stored = [f"{trainer} store={url}" for trainer in TRAINERS.values()]
+        return [f"runs {url}", f"export {url} out", f"report {url}", *stored]
     with_option = []
     for verb in VERBS.keys() - {"data"}:
         function = getattr(

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 
-from meshwright.remote.locations import EXTRAS, is_url, scheme
+from meshwright.remote.locations import EXTRAS, Location, is_url, scheme
 
 OUTPUTS = frozenset({"-o", "--out", "--output", "--html", "--record"})
 """Options that name what is written."""
@@ -54,5 +54,8 @@ def with_local_paths(words: Sequence[str]) -> Iterator[list[str]]:
                 path = outputs.enter_context(upload_afterwards(setting)) if is_output else copy_to_cache(setting)
                 local.append(f"{key}={path}")
             else:
+                if equals and _is_store_url(setting):
+                    # Only a missing library is refused here, before torch is loaded.
+                    Location.open(setting)
                 local.append(word)
         yield local

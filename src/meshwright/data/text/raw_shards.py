@@ -192,7 +192,7 @@ def _open(path: Path, span: Span, packed: str) -> Iterator[IO[bytes]]:
     with path.open("rb") as file:
         if packed == ".gz":
             with gzip.open(file) as unpacked:
-                yield unpacked  # type: ignore[misc]
+                yield unpacked  # type: ignore[misc]  # a GzipFile reads as IO[bytes] and is not declared so
         elif packed:
             try:
                 import zstandard

@@ -90,6 +90,11 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
     if rank() == 0:
         refuse_unwritable(Path(plan.run))
     check_sources(plan.data)
+    if plan.store.url:
+        from meshwright.remote.locations import Location
+
+        # Of a plan file; no request is sent yet, so only a missing library is refused here.
+        Location.open(plan.store.url)
     # One rank speaks for all, since every rank has read the same words.
     for note in (*notes, *unread_accelerate_settings(os.environ, plan)) if rank() == 0 else ():
         print(f"meshwright: note: {note}", file=sys.stderr)
