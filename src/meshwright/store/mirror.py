@@ -225,7 +225,6 @@ class Mirror:
         self, store: Store, *, rank: int, writers: int, waiting: Callable[[], None] = lambda: None
     ) -> None:  # fmt: skip
         self.rank, self.writers, self.waiting = rank, writers, waiting
-        self.run = StoredRun(Location.open(store.url))
         self.error: StoreError | None = None
         """Why the last upload failed. The next one that succeeds clears it."""
         self._step: int | None = None
@@ -246,11 +245,6 @@ class Mirror:
     def step(self) -> int | None:
         """Step of the checkpoint on its way, which must not be removed. None = none."""
         return self._step
-
-    def is_behind(self, step: int) -> bool:
-        """Return whether the store's newest checkpoint is older than a step."""
-        stored = self.run.list_checkpoints()
-        return not stored or stored[-1].step < step
 
     def choose(self, step: int, *, last: bool) -> str:
         """Return the name under which rank 0 uploads a checkpoint. Empty = it stays local.
@@ -428,8 +422,8 @@ def serve_uploads(settings: str, rank: str, writers: str) -> None:
         print(json.dumps([request["step"], problem]), file=answers, flush=True)
 
 
-def check_store(store: Store, resume: str) -> bool:
-    """Return whether the store holds checkpoints. Raises PlanError, StoreError.
+def check_store(store: Store, resume: str) -> int | None:
+    """Return the step of the newest checkpoint in the store. None = it has none. Raises PlanError, StoreError.
 
     Refused are a store that cannot be written, with resume=no one that holds a run already, and with the path of a
     checkpoint one that holds later steps.
@@ -450,7 +444,7 @@ def check_store(store: Store, resume: str) -> bool:
             f"{argument('store.url', store.url)} already holds a run (last checkpoint: step {stored[-1].step}): "
             f"resume=auto continues it, or choose another {argument('store.url')}"
         )
-    return bool(stored)
+    return stored[-1].step if stored else None
 
 
 def choose_newer(run: StoredRun, folder: Path, damaged: Collection[str] = ()) -> str:

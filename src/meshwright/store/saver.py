@@ -236,13 +236,17 @@ class Saver:
             mirror.begin(step, path, name)
         return path
 
-    def upload_resumed(self, step: int) -> None:
-        """Upload the local checkpoint of a step that the store lacks, as after a failed upload. All ranks together."""
+    def upload_resumed(self, step: int, stored_step: int | None) -> None:
+        """Upload the local checkpoint of a step unless the store has it, as after a failed upload. All ranks together.
+
+        `stored_step`: newest step in the store when the process began, on rank 0. None = it had none. The store is not
+        asked again: its library draws from Python's random generator, whose state is restored by now.
+        """
         path, mirror = self.folder / f"step-{step:06d}", self.mirror
         if mirror is None:
             return
         name = ""
-        if mirror.rank == 0 and path.is_dir() and mirror.is_behind(step):
+        if mirror.rank == 0 and path.is_dir() and (stored_step is None or stored_step < step):
             name = mirror.choose(step, last=False)
         if mirror.writers > 1:
             name = broadcast_object(0, name, None if self.group is None else self.group.process_group)

@@ -52,25 +52,31 @@ Settle = Callable[[Plan, str], tuple[Plan, str]]
 """(plan, what a machine lacks to compile) -> the plan without auto in compile and cuda_graphs, and why."""
 
 
-def check_resume(plan: Plan, resume: str) -> None:
-    """Check, before anything is prepared, that the checkpoint to resume from and the first weights exist."""
+def check_resume(plan: Plan, resume: str) -> int | None:
+    """Check, before anything is prepared, that the checkpoint to resume from and the first weights exist.
+
+    Returns the newest step in the plan's store. None = the store holds no checkpoint, or the plan has none.
+    """
     if resume == "no":
         RunFolder(path=Path(plan.run), plan=plan).refuse_taken()
     checkpoint_folder.check_resume(resume)
-    is_stored = _check_store(plan, resume)
+    stored_step = _check_store(plan, resume)
     # Only a run that begins reads first weights; adapters need their base every time.
     fresh = resume == "no" or (
-        resume == "auto" and not is_stored and not checkpoint_folder.list_checkpoints(Path(plan.run) / "checkpoints")
+        resume == "auto"
+        and stored_step is None
+        and not checkpoint_folder.list_checkpoints(Path(plan.run) / "checkpoints")
     )
     if fresh or plan.model.lora is not None:
         check_weights(plan)
     check_teacher(plan)
+    return stored_step
 
 
-def _check_store(plan: Plan, resume: str) -> bool:
-    """Return whether the plan's store holds checkpoints. It is refused here if it cannot be used."""
+def _check_store(plan: Plan, resume: str) -> int | None:
+    """Return the newest step in the plan's store. It is refused here if it cannot be used."""
     if not plan.store.url:
-        return False
+        return None
     from meshwright.store.mirror import check_store
 
     return check_store(plan.store, resume)
@@ -171,6 +177,8 @@ class Job:
     """About an earlier run that this plan could have resumed, on rank 0. None = there is none."""
     disk_warning: str | None
     """About checkpoints that do not fit, on rank 0."""
+    stored_step: int | None
+    """Newest step in the plan's store when the job began, on rank 0. None = the store had none."""
 
     def add_lines(self, *lines: tuple[str, str]) -> None:
         """Add (label, sentence) lines to the forecast."""
@@ -191,7 +199,7 @@ def open_job(
     check_same(mesh["world"], "plans or versions", _describe_start(plan, resume))
     plan = replace(plan, run=rank_zero.broadcast(lambda: find_begun_run(plan, resume)))
     leftover_warning = rank_zero.run(lambda: explain_new_run(plan, resume))
-    rank_zero.run(lambda: check_resume(plan, resume))
+    stored_step = rank_zero.run(lambda: check_resume(plan, resume))
     if plan.store.url and not rank_zero.is_here:
         # Every rank uploads, and machines may differ in credentials and installed libraries.
         _check_store(plan, "auto")
@@ -226,6 +234,7 @@ def open_job(
         forecast=forecast or Forecast(),
         leftover_warning=leftover_warning,
         disk_warning=disk_warning,
+        stored_step=stored_step,
     )
     if execution:
         job.add_lines(("execution", execution))

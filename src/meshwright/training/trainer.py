@@ -147,7 +147,7 @@ class Trainer:
         self._clock = StepClock(self.device)
         try:
             with self.saver:
-                self.saver.upload_resumed(progress.step)
+                self.saver.upload_resumed(progress.step, self.job.stored_step)
                 while progress.step < recipe.steps and not self._stop.reached(under_way=bool(self._pending)):
                     self._begin_step(feed)
                     evaluates = _due(progress.step, recipe.eval_every, recipe.steps)
