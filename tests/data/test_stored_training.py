@@ -37,7 +37,6 @@ def server() -> Iterator[tuple[str, Weather]]:
     with object_store.serve() as served:
         patch = pytest.MonkeyPatch()
         object_store.use(patch, served[0])
-        object_store.make_bucket(served[0])
         patch.setattr(transfer, "FIRST_PAUSE_S", 0.01)
         yield served
         patch.undo()

@@ -41,7 +41,6 @@ def server() -> Iterator[tuple[str, Weather]]:
     with object_store.serve() as served:
         patch = pytest.MonkeyPatch()
         object_store.use(patch, served[0])
-        object_store.make_bucket(served[0])
         yield served
         patch.undo()
 

@@ -7,6 +7,7 @@ rank does when it hangs: the outermost of these functions on its stack.
 import json
 import os
 import queue
+import secrets
 import shlex
 import shutil
 import signal
@@ -76,6 +77,8 @@ REACH_S, MEET_S = 40.0, 600.0
 """Seconds to reach the launcher's store, which exists before any rank; for the slowest rank to import torch."""
 LAST_WORDS_S = 20.0
 """Seconds to wait for other ranks when this one failed before it met them."""
+SPARE_S, DISMISSED_S = 1.0, 60.0
+"""Seconds between two looks of a spare rank at the store; for spare ranks that start late to hear of the end."""
 HOST_LIMIT = timedelta(days=1)
 """Timeout of host collectives. Other ranks wait in one while the first rank encodes the text."""
 SHOW_CURSOR = b"\x1b[?25h"
@@ -106,6 +109,44 @@ def nodes() -> int:
     return launchers if processes() % launchers == 0 else 1
 
 
+def use_nodes(number: int) -> None:
+    """Restrict the run to the first nodes. Processes of the others stand by."""
+    per_node = processes() // nodes()
+    os.environ["WORLD_SIZE"], os.environ["GROUP_WORLD_SIZE"] = str(number * per_node), str(number)
+
+
+def stand_by() -> None:
+    """Wait on a spare node until the run ends: a node that is gone when another fails could not replace it.
+
+    A signal ends the wait, since there is nothing to save. Raises RunError when the launcher's store is gone.
+    """
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+        signal.signal(getattr(signal, name), lambda number, frame: os._exit(0))
+    # Keys of earlier attempts stay in the store, so only an answer to this very word counts.
+    word, store = secrets.token_hex(8), _store(hosts=False, limit_s=REACH_S)
+    try:
+        store.set(f"spare/{rank()}", word)
+        while not store.check([f"dismissed/{word}"]):
+            time.sleep(SPARE_S)
+        store.set(f"left/{word}", "")
+    except RuntimeError:
+        raise RunError("the launcher's store does not answer: torchrun, or the machine it ran on, is gone") from None
+
+
+def _dismiss(store: "dist.TCPStore", spares: range) -> None:
+    """Tell spare ranks that the run has ended. Those that an earlier attempt left behind never answer."""
+    waiting = set(spares)
+    end_s = time.monotonic() + DISMISSED_S
+    while waiting and time.monotonic() < end_s:
+        for spare in sorted(waiting):
+            if store.check([f"spare/{spare}"]):
+                word = store.get(f"spare/{spare}").decode()
+                store.set(f"dismissed/{word}", "")
+                if store.check([f"left/{word}"]):
+                    waiting.discard(spare)
+        time.sleep(SPARE_S / 2)
+
+
 def refuse_unnumbered(environ: Mapping[str, str]) -> None:
     """Raise PlanError for processes that a launcher started without rank numbers.
 
@@ -121,18 +162,22 @@ def refuse_unnumbered(environ: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def joined(hang_after_s: float | None = None) -> Iterator["Heartbeat"]:
+def joined(hang_after_s: float | None = None, spares: range = range(0)) -> Iterator["Heartbeat"]:
     """Make this process one rank of a watched world: NCCL on GPUs (one each), Gloo on CPUs. Alone, do nothing.
 
-    `hang_after_s`: as `Limits.hang_s` of the watchdog. Raises RunError when a backend is missing, there are fewer GPUs
-    than processes, an address is taken or unreachable, or a rank does not come.
+    `hang_after_s`: as `Limits.hang_s` of the watchdog. `spares`: ranks that stand by until the end. Raises RunError
+    when a backend is missing, there are fewer GPUs than processes, an address is taken or unreachable, or a rank does
+    not come.
     """
     global _watchdog
     from meshwright.parallel.health.heartbeat import Heartbeat
 
     began = _process_began()
     if processes() == 1:
+        store = _store(hosts=not has_agent_store(), limit_s=REACH_S) if spares else None
         yield Heartbeat(begun=began)
+        if store is not None:
+            _dismiss(store, spares)
         return
     import torch.distributed as dist
 
@@ -155,6 +200,8 @@ def joined(hang_after_s: float | None = None) -> Iterator["Heartbeat"]:
     dist.destroy_process_group()
     _watchdog.close()
     _watchdog = None
+    if spares and rank() == 0:
+        _dismiss(_store(hosts=False, limit_s=REACH_S), spares)
 
 
 def _process_began() -> float:
@@ -225,8 +272,7 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
 
     reach_s = min(REACH_S, limit_s)
     # torchrun hosts the store itself; in processes started by hand, the first rank does.
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = _store(hosts=rank() == 0 and not by_agent, limit_s=reach_s)
+    store = _store(hosts=rank() == 0 and not has_agent_store(), limit_s=reach_s)
     attempt = f"meshwright/{meet(store, rank(), processes(), limit_s)}"
     rank_place = RankPlace(
         rank=rank(),
@@ -249,6 +295,11 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
     )
     watchdog.start()
     return watchdog
+
+
+def has_agent_store() -> bool:
+    """Return whether torchrun itself keeps the store at MASTER_PORT. Otherwise rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _store(*, hosts: bool, limit_s: float) -> "dist.TCPStore":

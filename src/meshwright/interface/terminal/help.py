@@ -40,6 +40,7 @@ GROUPS = {
     },
     "Prove": {
         "doctor": "Check whether this machine is fit to train.",
+        "drill": "Break a short run in many ways, and see it go on.",
         "verify": "Compare every kind of layout with one device.",
         "accuracy": "Score the planner on published runs.",
     },

@@ -1,5 +1,9 @@
 """`meshwright train [PLAN.yaml] [KEY=VALUE ...]`: train a plan, with a display."""
 
+from typing import Annotated
+
+import typer
+
 from meshwright.interface.options import Words
 from meshwright.interface.process.launch import processes
 from meshwright.verbs.train.start import Anyway, AsJson, HangAfter, NoDryRun, Options, TensorBoard, WandB, start
@@ -10,10 +14,17 @@ def train(
     tensorboard: TensorBoard = False,
     wandb: WandB = False,
     hang_after: HangAfter = None,
+    elastic: Annotated[
+        str,
+        typer.Option(
+            metavar="MIN:MAX", help="Under torchrun --nnodes MIN:MAX: choose another layout for fewer nodes.",
+            show_default=False,
+        ),
+    ] = "",
     anyway: Anyway = False,
     no_dry_run: NoDryRun = False,
     json: AsJson = False,
-) -> None:
+) -> None:  # fmt: skip
     """Train a plan; without a file, the default plan.
 
     Any key can be given on the command line: model=llama-tiny data=./texts recipe.steps=500 run=runs/a. resume=auto
@@ -25,5 +36,12 @@ def train(
 
     options = Options(tensorboard, wandb, hang_after, anyway, not no_dry_run, json)
     notes: list[str] = []
-    plan, resume = read_plan(words or (), {}, processes=processes(), notes=notes)
-    start("train", words or (), plan, resume, notes, options)
+    spares = range(0)
+    again = [*(words or ()), *(["--elastic", elastic] if elastic else [])]
+    if elastic:
+        from meshwright.verbs.train.elastic import read_elastic_plan
+
+        plan, resume, spares = read_elastic_plan(words or (), elastic, notes)
+    else:
+        plan, resume = read_plan(words or (), {}, processes=processes(), notes=notes)
+    start("train", again, plan, resume, notes, options, spares)

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.interface.process.environment import unread_accelerate_settings
-from meshwright.interface.process.launch import command, joined, launched, nodes, processes, rank, refuse_unnumbered
+from meshwright.interface.process.launch import (
+    command,
+    joined,
+    launched,
+    nodes,
+    processes,
+    rank,
+    refuse_unnumbered,
+    stand_by,
+)
 from meshwright.spec.errors import ArgumentError, IllegalLayout
 from meshwright.spec.extras import require
 from meshwright.spec.plan.plan import SAMPLES, world_violation
@@ -72,13 +81,19 @@ class Options:
         return [*(flag for flag, on in flags.items() if on), *after, *([] if self.dry_run else ["--no-dry-run"])]
 
 
-def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Sequence[str], options: Options) -> None:
-    """Train a plan that was read from `words`, with a display. `notes` are printed before."""
+def start(
+    verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Sequence[str], options: Options,
+    spares: range = range(0),
+) -> None:  # fmt: skip
+    """Train a plan that was read from `words`, with a display. `notes` are printed before, `spares` only wait."""
     from meshwright.data.preparation import check_sources
     from meshwright.store import checkpoint_folder
     from meshwright.store.durable import refuse_unwritable
 
     hang_after, json, dry_run = options.hang_after, options.json, options.dry_run
+    if rank() in spares:
+        stand_by()
+        return
     # Launchers that start processes without numbering them would train the same run many times.
     refuse_unnumbered(os.environ)
     violation = world_violation(plan, processes(), nodes())
@@ -107,7 +122,7 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
     from meshwright.verbs.train.preflight import memory_summary
 
     run = partial(run_plan, plan, resume=resume, dry_run=dry_run, anyway=options.anyway, machines=nodes())
-    with joined(hang_after) as pulse:
+    with joined(hang_after, spares) as pulse:
         if rank():
             answer = run(pulse=pulse)
         else:
