@@ -17,7 +17,7 @@ from meshwright.interface.answers.answer import Answer, checked
 from meshwright.interface.answers.markup import table
 from meshwright.spec.errors import ArgumentError, PlanError, RunError, argument
 from meshwright.spec.presets import suggest
-from meshwright.spec.units import duration, many
+from meshwright.spec.units import many
 from meshwright.store.durable import refuse_taken, refuse_unwritable
 from meshwright.store.run_folder import MetricsLog
 from meshwright.training.step.watch import read_goodput
@@ -39,7 +39,9 @@ SMALL = (
     "recipe.global_batch=8", "layout.dp_shard=2", "layout.zero=1",
 )  # fmt: skip
 """Plan of a drill without a plan: seconds on two cores."""
-HEAD = ("fault", "outcome", "noticed", "lost", "what the run said")
+OURS = ("meshwright: ", "passed over: ", "note   ")
+"""Beginnings of lines that the run says about itself, the launcher's and torch's not among them."""
+HEAD = ("fault", "noticed after", "lost", "outcome", "what the run said")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,7 @@ class Outcome:
     noticed_seconds: float | None
     """From the fault to that line."""
     lost_seconds: float
-    """Work that was repeated, and the time from the fault to the first step after it."""
+    """Time that the run took longer than the one without a fault."""
     starts: int
     """Starts of the launcher. More than one = a scheduler has to start the job again."""
     problem: str
@@ -86,19 +88,24 @@ class Drill(Answer):
 
     def lines(self) -> Iterator[str]:
         """Yield the table, one line per fault, and the sum."""
+        cells = [HEAD[:-1], *(self._cells(outcome)[:-1] for outcome in self.outcomes)]
+        widths = [max(len(row[column]) for row in cells) for column in range(len(HEAD) - 1)]
+        for row in cells:
+            yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        yield ""
         for outcome in self.outcomes:
-            yield "  ".join(self._cells(outcome))
+            if outcome.said:
+                yield f"{outcome.fault}: {outcome.said}"
         if self.skipped:
             yield f"not tried: {self.skipped}"
         survived = len(self.outcomes) - self.problems
         yield f"{survived} of {many(len(self.outcomes), 'fault')} survived on {many(self.ranks, 'rank')}"
 
     def _cells(self, outcome: Outcome) -> tuple[str, ...]:
-        noticed = "" if outcome.noticed_seconds is None else f"noticed after {outcome.noticed_seconds:.1f} s"
-        return (
-            outcome.what, outcome.problem or "went on, same losses", noticed, f"lost {duration(outcome.lost_seconds)}",
-            outcome.said,
-        )  # fmt: skip
+        noticed = "" if outcome.noticed_seconds is None else f"{outcome.noticed_seconds:.1f} s"
+        fault = f"{outcome.fault}: {outcome.what}"
+        ended = outcome.problem or ("went on" if outcome.starts == 1 else "went on when started again")
+        return fault, noticed, f"{outcome.lost_seconds:.0f} s", ended, outcome.said
 
     def _repr_html_(self) -> str:
         return table(HEAD, [self._cells(outcome) for outcome in self.outcomes])
@@ -154,10 +161,8 @@ def _words(words: Sequence[str], folder: Path, steps: int) -> list[str]:
         lines = (f"def f{number}(x):\n    return x + {number}\n\n\n" for number in range(2000))
         (texts / "text.txt").write_text("".join(lines), encoding="utf-8")
         words = (*SMALL, f"data={texts}")
-    return [
-        *words, f"recipe.steps={steps}", f"recipe.checkpoint_every={EVERY}", "recipe.eval_every=0", "recipe.keep_last=3",
-        "resume=auto",
-    ]  # fmt: skip
+    every = f"recipe.checkpoint_every={EVERY}"
+    return [*words, f"recipe.steps={steps}", every, "recipe.eval_every=0", "recipe.keep_last=3", "resume=auto"]
 
 
 class _Runs:
@@ -175,7 +180,7 @@ class _Runs:
         self.launcher = start.split() or [*here, "--max-restarts", "1"]
         self.environment = dict(os.environ)
         self.weather: Weather | None = None
-        self.hang_s, self.losses = HANG_S, dict[int, float]()
+        self.hang_s, self.undisturbed_s, self.losses = HANG_S, 0.0, dict[int, float]()
 
     def open_store(self, stack: ExitStack) -> None:
         """Start an object store for the faults that have one. Raises PlanError when its library is missing."""
@@ -187,7 +192,9 @@ class _Runs:
     def measure(self) -> None:
         """Train without a fault, for the losses and the time of a step. Raises RunError when that fails."""
         run = self.folder / "undisturbed"
+        began_s = time.monotonic()
         code, said = self._start(run, None)
+        self.undisturbed_s = time.monotonic() - began_s
         self.losses = read_losses(run)
         if len(self.losses) != self.steps:
             last = said[-1][1] if said else "see what it printed"
@@ -201,13 +208,13 @@ class _Runs:
         if self.weather is not None:
             self.weather.become(fault.weather)
         said: list[tuple[float, str]] = []
-        starts = 0
+        starts, began_s = 0, time.monotonic()
         while starts < STARTS and len(read_losses(run)) < self.steps:
             starts += 1
             said += self._start(run, fault)[1]
         named = next(((when, line) for when, line in said if fault.says and re.search(fault.says, line)), None)
-        losses, account = read_losses(run), read_goodput(run / "goodput.jsonl")
-        lost_s = account.lost_seconds + account.restart_seconds if account else 0.0
+        lost_s = max(0.0, time.monotonic() - began_s - self.undisturbed_s)
+        losses = read_losses(run)
         noticed_s = None
         if named is not None and mark.is_file():
             noticed_s = max(0.0, named[0] - float(mark.read_text(encoding="utf-8").split()[0]))
@@ -262,8 +269,8 @@ def _read(stream: IO[str], log: Path, said: list[tuple[float, str]]) -> None:
         for line in stream:
             file.write(line)
             file.flush()
-            if line.startswith("meshwright: ") and "meshwright: note:" not in line:
-                said.append((time.time(), line.removeprefix("meshwright: ").rstrip()))
+            if line.startswith(OURS):
+                said.append((time.time(), line.removeprefix(OURS[0]).rstrip()))
 
 
 def read_losses(run: Path) -> dict[int, float]:

@@ -128,7 +128,7 @@ FAULTS = (
         act=wipe, weather="errors",
     ),
     Fault(name="store-slow", what="the store is slow, then the disk is lost", says=DIED, act=wipe, weather="slow"),
-    Fault(name="store-torn", what="the store breaks off uploads, then the disk is lost", says=DIED, act=wipe, weather="torn"),
+    Fault(name="store-torn", what="uploads break off, then the disk is lost", says=DIED, act=wipe, weather="torn"),
 )  # fmt: skip
 
 

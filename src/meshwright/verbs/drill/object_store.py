@@ -90,7 +90,7 @@ def serve() -> Iterator[tuple[str, Weather]]:
 
 
 def settings(address: str) -> dict[str, str]:
-    """Return the environment that points the libraries of a process to the server, and away from its user's profiles."""
+    """Return the environment that points a process to the server, and away from its user's profiles."""
     return {
         "AWS_ENDPOINT_URL": address, "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing",
         "AWS_DEFAULT_REGION": "us-east-1", "AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
