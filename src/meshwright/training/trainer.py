@@ -107,7 +107,7 @@ class Trainer:
         )
 
     def _open_mirror(self) -> "Mirror | None":
-        """Start the upload of checkpoints. None = the plan has no store."""
+        """Return the upload of checkpoints, which begins with the saver. None = the plan has no store."""
         if not self.plan.store.url:
             return None
         from meshwright.store.mirror import Mirror
@@ -376,6 +376,10 @@ class Trainer:
             bits = progress.eval_loss / math.log(2) / validation.bytes_per_token
         stopped = SIGNALS.get(self._stop.agreed or "", "done")
         self._session.close(stopped)
+        if self.is_rank_zero and self.plan.store.url:
+            from meshwright.store.mirror import upload_last_records
+
+            upload_last_records(self.plan.store, self.folder.path)
         summary = Summary(
             step=progress.step,
             steps=self.plan.recipe.steps,
