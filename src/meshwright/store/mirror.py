@@ -501,7 +501,7 @@ def _refuse_other_run(store: Store, resume: str, folder: Path) -> str:
 
 
 def claim_store(store: Store, resume: str, folder: Path) -> None:
-    """Give a run folder and its store the same id, a random one where they are new. Raises StoreError as above."""
+    """Give a run folder and its store the same id, a random one where they are new. Raises StoreError."""
     stored, path = _refuse_other_run(store, resume, folder), folder / RUN_ID
     if not path.exists():
         replace_file(path, (stored or secrets.token_hex(16)).encode())

@@ -285,12 +285,7 @@ def open_run_folder(job: Job, corpus: Corpus) -> Iterator[RunFolder]:
             stack.push(lambda kind, error, trace: drop_unbegun(path) if kind else None)
         fetch_newest(job, path)
         created = job.rank_zero.run(lambda: _create_folder(job, path, corpus))
-        folder = stack.enter_context(created) if created is not None else RunFolder(path=path, plan=job.plan)
-        if job.plan.store.url:
-            from meshwright.store.mirror import claim_store
-
-            job.rank_zero.run(lambda: claim_store(job.plan.store, job.resume, path))
-        yield folder
+        yield stack.enter_context(created) if created is not None else RunFolder(path=path, plan=job.plan)
 
 
 def _create_folder(job: Job, path: Path, corpus: Corpus) -> RunFolder:

@@ -131,6 +131,11 @@ class Trainer:
             write_document(self.folder.dry_run, self.job.forecast.dry_run)
         # Watchers come before the first step: a service that cannot be reached ends the run here.
         self._notify("started", self._describe_run())
+        if self.plan.store.url:
+            from meshwright.store.mirror import claim_store
+
+            # Only now: the folder of a run that was refused goes away, and its store would have no owner.
+            self.job.rank_zero.run(lambda: claim_store(self.plan.store, self.job.resume, self.folder.path))
         self.state.engine.train()
         # Signals reach ranks at different times, so all must agree on the step after which they stop.
         self._stop = StopAgreement(self.state.engine.mesh["world"], self.device, stop, self.saver)
