@@ -352,7 +352,11 @@ def test_a_killed_process_is_started_again_at_the_next_checkpoint(
     ("program", "message", "starts"),
     [
         ("raise SystemExit(3)", r"the process that uploads does not start \(3\): see what it prints", 1),
-        ("print('ready')", r"the checkpoint of step 4 is on local disk alone: the process that uploads has ended", 3),
+        (
+            "print('ready', flush=True); input(); print('[', end='')",
+            r"the checkpoint of step 4 is on local disk alone: the process that uploads has ended",
+            3,
+        ),
     ],
 )
 def test_a_process_that_always_dies_ends_the_run_with_one_line(

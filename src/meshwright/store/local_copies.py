@@ -75,11 +75,8 @@ def _bring_run(run: StoredRun, folder: Path, which: str) -> Path:
 def _choose(run: StoredRun, which: str) -> str:
     """Return the name of a run's newest sound checkpoint, of the best, or of that of a step."""
     step = int(which) if which.isdigit() else None
-    if which == BEST:
-        name = run.find_best(stored.name for stored in run.newest_first())
-    else:
-        name = next((stored.name for stored in run.newest_first() if step in (None, stored.step)), "")
-    if name:
+    names = (stored.name for stored in run.newest_first() if step in (None, stored.step))
+    if name := run.find_best(names) if which == BEST else next(names, ""):
         return name
     raise StoreError(
         f"{run.location} has no checkpoint that can be used ({which}): see `meshwright runs {run.location}`"

@@ -331,7 +331,7 @@ class Mirror:
             try:
                 self.start()
                 answer = _read_line(self._process, request)
-            except StoreError as error:
+            except (StoreError, OSError) as error:  # OSError: this machine starts no process
                 answer = json.dumps(str(error))
         problem = json.loads(answer) if answer else "the process that uploads has ended"
         self.error = None
@@ -347,7 +347,9 @@ def _read_line(process: "subprocess.Popen[str]", request: str = "") -> str:
         if request:
             process.stdin.write(request + "\n")
             process.stdin.flush()
-        return process.stdout.readline()
+        line = process.stdout.readline()
+        # One that was killed may leave half a line.
+        return line if line.endswith("\n") else ""
     return ""
 
 
