@@ -1,6 +1,7 @@
 """Training from a token store: on disk or behind a URL whose requests fail, by any ranks; refused if damaged."""
 
 import json
+import random
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -131,11 +132,12 @@ def test_failing_requests_change_nothing(server: tuple[str, Weather], tmp_path: 
             for corpus in corpora
         )
         shards = tmp_path / "cache-0" / "stores" / corpora[0].key / "shards"
-        sizes = []
+        sizes, drawn = [], random.getstate()
         for cursor in range(0, 2 * len(near), 40):
             assert np.array_equal(far.take(cursor, 40).tokens, near.take(cursor, 40).tokens)
             sizes.append(bytes_below(shards))
         assert max(sizes) <= 48_000 < int(corpora[0].train.parts[0].cache.shards.bytes.sum())  # type: ignore[attr-defined]
+        assert random.getstate() == drawn, "the state of Python's generator is part of a checkpoint"
         held = [corpus.validation.parts[0] for corpus in corpora]
         assert np.array_equal(held[0].read(0, held[0].size), held[1].read(0, held[1].size))
         assert server[1].failures > failures + 5

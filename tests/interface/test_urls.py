@@ -11,6 +11,8 @@ from meshwright.interface.urls import has_urls, with_local_paths
 from meshwright.remote.locations import Location
 from meshwright.spec.errors import PlanError, StoreError
 from meshwright.spec.plan.plan import Store
+from meshwright.store import checkpoint_folder
+from meshwright.store.mirror import StoredRun
 from meshwright.training import loop
 from meshwright.verbs.main import main
 from tests.remote import object_store
@@ -95,3 +97,27 @@ def test_what_is_not_there_is_said_at_the_start(server: Weather, capsys: pytest.
         pass
     with pytest.raises(PlanError, match=r"needs gcsfs, which is not installed: pip install 'meshwright\[gcs\]'"):
         Location.open("gs://bucket/a")
+
+
+def test_a_copy_of_a_run_has_the_checkpoint_that_is_asked_for(server: Weather) -> None:
+    """The copies of two courses of training lie apart, so that whoever reads one is not disturbed."""
+    run = StoredRun(Location.open(f"s3://{object_store.BUCKET}/runs/scores"))
+
+    def put(step: int, score: float) -> None:
+        commit = checkpoint_folder.Commit(step=step, score=score, files=())
+        (run.checkpoints / f"step-{step:06d}-{step:08x}" / "COMMIT").write(checkpoint_folder.encode_commit(commit))
+
+    def copied(which: str) -> tuple[Path, int, float | None]:
+        with with_local_paths(["generate", run.location.url, "--checkpoint", which]) as words:
+            (saved,) = checkpoint_folder.list_checkpoints(Path(words[1]) / "checkpoints")
+            return saved.path, saved.step, saved.score
+
+    put(1, 1.0)
+    put(2, 2.0)
+    put(3, 3.0)
+    assert [copied(which)[1] for which in ("last", "best", "2")] == [3, 1, 2]
+    before = copied("last")[0]
+    put(3, 0.5)
+    assert copied("last")[2] == 0.5 and copied("best")[1] == 3 and before.is_dir()
+    with pytest.raises(StoreError, match=r"no checkpoint that can be used \(9\): see `meshwright runs s3://"):
+        copied("9")

@@ -14,18 +14,21 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from meshwright import planfile
+from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.remote import transfer
 from meshwright.remote.locations import Location
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, PlanError, RunError, StoreError
 from meshwright.spec.plan.plan import Store
-from meshwright.store import checkpoint_folder, mirror
-from meshwright.store.mirror import StoredRun
+from meshwright.store import checkpoint_folder, durable, mirror
+from meshwright.store.mirror import StoredRun, Uploader
+from meshwright.store.run_folder import RunLock
 from meshwright.training import loop
 from meshwright.verbs.main import main
 from tests.remote import object_store
@@ -245,9 +248,10 @@ def test_a_full_disk_is_refused_before_the_download(
 ) -> None:
     loop.run(plan(texts, tmp_path / "run", url, steps=4))
     wipe(tmp_path / "run")
-    monkeypatch.setattr(mirror, "free_bytes", lambda path: 1000)
-    with pytest.raises(RunError, match=r"free, and the checkpoint of step 4 in .* takes .*: free some space"):
+    monkeypatch.setattr(durable, "free_bytes", lambda path: 1000)
+    with pytest.raises(StoreError, match=r"a copy of .*step-000004-.* takes .* free: free some space"):
         loop.run(plan(texts, tmp_path / "run", url, steps=6), resume="auto")
+    assert not (tmp_path / "run").exists(), "it is refused before the text is prepared"
 
 
 def test_a_slow_store_delays_uploads_not_steps(texts: Path, tmp_path: Path, url: str) -> None:
@@ -300,6 +304,175 @@ def test_a_run_behind_a_url_is_a_store_and_a_local_folder(tmp_path: Path) -> Non
 def test_an_unknown_scheme_names_those_that_are_known(texts: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"scheme that is not supported: take one of s3://, gs://"):
         loop.run(plan(texts, tmp_path / "run", "ftp://host/run"))
+
+
+def test_a_store_belongs_to_one_run(texts: Path, tmp_path: Path, url: str) -> None:
+    """Neither another run folder nor a new run writes into a store that has an owner, even one without checkpoints."""
+    with pytest.raises(PowerCut):
+        loop.run(plan(texts, tmp_path / "first", url), watchers=[Crashed(1)])
+    assert not stored(url).list_checkpoints()
+    loop.run(running.plan(texts, tmp_path / "second", **{**OPTIONS, "steps": 4}))
+    for run, resume in ("second", "auto"), ("third", "no"):
+        with pytest.raises(StoreError, match=r"belongs to another run than run=.*: resume=auto in a new run"):
+            loop.run(plan(texts, tmp_path / run, url, steps=8), resume=resume)
+    loop.run(plan(texts, tmp_path / "first", url, steps=4), resume="auto")
+    wipe(tmp_path / "first")
+    loop.run(plan(texts, tmp_path / "first", url, steps=8), resume="auto")
+    assert (tmp_path / "first" / "run-id").read_bytes() == (stored(url).location / "run-id").read()
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> "list[subprocess.Popen[str]]":
+    """All processes that upload in this test."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start_process(*words: Any, **options: Any) -> "subprocess.Popen[str]":
+        processes.append(subprocess.Popen(*words, **options))
+        return processes[-1]
+
+    monkeypatch.setattr(mirror, "subprocess", SimpleNamespace(Popen=start_process, PIPE=subprocess.PIPE))
+    return processes
+
+
+def test_a_killed_process_is_started_again_at_the_next_checkpoint(
+    texts: Path, tmp_path: Path, url: str, launched: "list[subprocess.Popen[str]]", caplog: pytest.LogCaptureFixture
+) -> None:
+    class Killer(running.Notes):
+        def saved(self, step: int, path: Path) -> None:
+            if step == 4:
+                launched[0].kill()
+
+    loop.run(plan(texts, tmp_path / "run", url, steps=8, checkpoint_every=4), watchers=[Killer()])
+    assert len(launched) == 2 and "it is started again" in caplog.text
+    assert stored(url).list_checkpoints()[-1].step == 8
+
+
+@pytest.mark.parametrize(
+    ("program", "message", "starts"),
+    [
+        ("raise SystemExit(3)", r"the process that uploads does not start \(3\): see what it prints", 1),
+        (
+            "print('ready', flush=True); input(); print('[', end='')",
+            r"the checkpoint of step 4 is on local disk alone: the process that uploads has ended",
+            3,
+        ),
+    ],
+)
+def test_a_process_that_always_dies_ends_the_run_with_one_line(
+    program: str, message: str, starts: int, texts: Path, tmp_path: Path, url: str,
+    launched: "list[subprocess.Popen[str]]", monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """It is started once more for each checkpoint."""
+    monkeypatch.setattr(mirror, "SERVE", program)
+    with pytest.raises(StoreError, match=message):
+        loop.run(plan(texts, tmp_path / "run", url, steps=4, checkpoint_every=2))
+    assert len(launched) == starts
+
+
+def test_no_process_is_left_of_a_run_that_ends_before_its_first_step(
+    texts: Path, tmp_path: Path, url: str, launched: "list[subprocess.Popen[str]]"
+) -> None:
+    class Unreachable(running.Notes):
+        def started(self, run: Any) -> None:
+            raise RunError("a service cannot be reached")
+
+    with pytest.raises(RunError, match="service"):
+        loop.run(plan(texts, tmp_path / "run", url, steps=4), watchers=[Unreachable()])
+    assert not stored(url).location.list_files(), "the store is free for another attempt"
+    assert not [process for process in launched if process.poll() is None]
+
+
+def test_a_repair_takes_the_same_course_of_training(texts: Path, tmp_path: Path, url: str) -> None:
+    """The step was saved twice, and one of three uploads is cut off."""
+    run = stored(url)
+    file = checkpoint_folder.FileRecord(name="state.json", size_bytes=1, sha256="0")
+    commits = {score: checkpoint_folder.Commit(step=4, score=score, files=(file,)) for score in (1.0, 2.0)}
+    for number, (score, contents) in enumerate([(2.0, b"x"), (1.0, b"x"), (2.0, b"")]):
+        folder = run.checkpoints / f"step-000004-{number:08x}"
+        (folder / "state.json").write(contents)
+        (folder / "COMMIT").write(checkpoint_folder.encode_commit(commits[score]))
+    local = tmp_path / "step-000004"
+    local.mkdir()
+    assert run.find_copies(local) == ["step-000004-00000000", "step-000004-00000001"]
+    checkpoint_folder.write_commit(local, commits[2.0])
+    assert run.find_copies(local) == ["step-000004-00000000"]
+
+
+def test_a_run_folder_is_locked_until_its_checkpoint_is_there(
+    texts: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop.run(plan(texts, tmp_path / "run", url, steps=4))
+    wipe(tmp_path / "run")
+    refused = []
+
+    def try_to_begin(run: StoredRun, name: str, hidden: Path) -> Path:
+        with pytest.raises(RunError, match="already runs in"):
+            RunLock.take(tmp_path / "run")
+        refused.append(name)
+        return publish(run, name, hidden)
+
+    publish = StoredRun.publish
+    monkeypatch.setattr(StoredRun, "publish", try_to_begin)
+    loop.run(plan(texts, tmp_path / "run", url, steps=6), resume="auto")
+    assert refused
+
+
+def test_a_download_reports_to_the_watchdog(texts: Path, tmp_path: Path, url: str) -> None:
+    loop.run(plan(texts, tmp_path / "run", url, steps=4))
+    wipe(tmp_path / "run")
+    pulse = Heartbeat()
+    loop.run(plan(texts, tmp_path / "run", url, steps=4), resume="auto", pulse=pulse)
+    with_download = pulse.pieces
+    pulse = Heartbeat()
+    loop.run(plan(texts, tmp_path / "run", url, steps=4), resume="auto", pulse=pulse)
+    assert with_download > pulse.pieces
+
+
+def test_the_last_records_are_those_of_the_finished_run(texts: Path, tmp_path: Path, url: str) -> None:
+    run = tmp_path / "run"
+    loop.run(plan(texts, run, url, steps=4))
+    for name in ("ledger.json", "goodput.jsonl", "metrics.jsonl"):
+        assert (stored(url).location / name).read() == (run / name).read_bytes(), name
+
+
+def test_the_reason_of_another_ranks_failure_is_told(url: str) -> None:
+    uploader = Uploader(Store(url=url), rank=0, writers=2)
+    Uploader(Store(url=url), rank=1, writers=2).report_failure("step-000004-00000000", "the disk is gone")
+    file = checkpoint_folder.FileRecord(name="shard-00002-of-00002.safetensors", size_bytes=1, sha256="")
+    commit = checkpoint_folder.Commit(step=4, score=None, files=(file,))
+    with pytest.raises(StoreError, match="rank 1 could not upload its files: the disk is gone"):
+        uploader._wait_for_files(uploader.run.checkpoints / "step-000004-00000000", commit)
+
+
+def test_a_damaged_local_file_is_not_uploaded(texts: Path, tmp_path: Path, url: str) -> None:
+    run = tmp_path / "run"
+    loop.run(running.plan(texts, run, **{**OPTIONS, "steps": 4}))
+    path = run / "checkpoints" / "step-000004"
+    shard = next(path.glob("shard-*"))
+    contents = shard.read_bytes()
+    shard.write_bytes(contents[:-1] + bytes([(contents[-1] + 1) % 256]))
+    uploader = Uploader(Store(url=url), rank=0, writers=1)
+    with pytest.raises(StoreError, match=f"{shard.name} is damaged: its hash differs"):
+        uploader.upload(path, "step-000004-00000000")
+    shard.unlink()
+    with pytest.raises(StoreError, match=f"{shard.name} is not there any more"):
+        uploader.upload(path, "step-000004-00000001")
+    assert not uploader.run.list_checkpoints()
+
+
+def test_parts_of_killed_uploads_go_with_the_next_retention(url: str) -> None:
+    import boto3
+
+    run = stored(url)
+    client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
+    client.create_multipart_upload(Bucket=object_store.BUCKET, Key=f"{run.checkpoints.path.partition('/')[2]}/shard")
+    client.create_multipart_upload(Bucket=object_store.BUCKET, Key="elsewhere/shard")
+    _put_commit(run, 1, 1.0)
+    run.prune(1)
+    assert len(client.list_multipart_uploads(Bucket=object_store.BUCKET)["Uploads"]) == 2, "it may be under way"
+    run.prune(1, step=1)
+    left = client.list_multipart_uploads(Bucket=object_store.BUCKET)["Uploads"]
+    assert [upload["Key"] for upload in left] == ["elsewhere/shard"]
 
 
 WORDS = [
@@ -390,7 +563,7 @@ def test_transfers_are_as_fast_as_the_librarys_own(tmp_path: Path, url: str) -> 
         ours, theirs = location / f"ours{number}", location / f"theirs{number}"
         back = tmp_path / f"ours{number}"
         back.mkdir()
-        timed("upload", lambda: transfer.upload([(source / name, ours / name) for name in names]))
+        timed("upload", lambda: transfer.upload([(source / name, ours / name, "") for name in names]))
         timed("put", lambda: location.filesystem.put(str(source), theirs.path, recursive=True))
         timed("download", lambda: transfer.download([(ours / name, back / name, hashes[name]) for name in names]))
         timed("get", lambda: location.filesystem.get(theirs.path, str(tmp_path / f"theirs{number}"), recursive=True))

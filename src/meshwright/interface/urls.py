@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 
-from meshwright.remote.locations import EXTRAS, Location, is_url, scheme
+from meshwright.remote.locations import EXTRAS, Location, scheme
 
 OUTPUTS = frozenset({"-o", "--out", "--output", "--html", "--record"})
 """Options that name what is written."""
@@ -20,11 +20,7 @@ STREAMED_KEYS = frozenset({"data", "data.path"})
 
 def has_urls(words: Sequence[str]) -> bool:
     """Return whether a word, or the value of a KEY=VALUE word, is a URL of a file system."""
-    return any(_is_store_url(word) or _is_store_url(word.partition("=")[2]) for word in words)
-
-
-def _is_store_url(text: str) -> bool:
-    return is_url(text) and scheme(text) in EXTRAS
+    return any(scheme(text) in EXTRAS for word in words for text in (word, word.partition("=")[2]))
 
 
 @contextmanager
@@ -35,27 +31,27 @@ def with_local_paths(words: Sequence[str]) -> Iterator[list[str]]:
     """
     from meshwright.store.local_copies import copy_to_cache, upload_afterwards
 
-    verb, local = words[0], [words[0]]
-    uncopied = URL_KEYS if verb == "tune" else URL_KEYS | STREAMED_KEYS
-    number = 0
+    if words[0] in OWN_URLS or " ".join(words[:2]) in OWN_URLS:
+        yield list(words)
+        return
+    uncopied = URL_KEYS if words[0] == "tune" else URL_KEYS | STREAMED_KEYS
+    which = next((word for before, word in pairwise(words) if before == "--checkpoint"), "last")
+    local, number = [words[0]], 0
     with ExitStack() as outputs:
         for before, word in pairwise(words):
             is_argument = not word.startswith("-") and not before.startswith("-")
             number += is_argument
-            key, equals, setting = word.partition("=")
-            if verb in OWN_URLS or " ".join(words[:2]) in OWN_URLS:
+            key, _, url = ("", "", word) if scheme(word) in EXTRAS else word.partition("=")
+            is_output = (key or before) in OUTPUTS or (
+                not key and is_argument and OUTPUT_ARGUMENTS.get(words[0]) == number
+            )
+            if scheme(url) not in EXTRAS:
                 local.append(word)
-            elif _is_store_url(word):
-                is_output = before in OUTPUTS or (is_argument and OUTPUT_ARGUMENTS.get(verb) == number)
-                path = outputs.enter_context(upload_afterwards(word)) if is_output else copy_to_cache(word)
-                local.append(str(path))
-            elif equals and _is_store_url(setting) and key not in uncopied:
-                is_output = key in OUTPUTS
-                path = outputs.enter_context(upload_afterwards(setting)) if is_output else copy_to_cache(setting)
-                local.append(f"{key}={path}")
+            elif key in uncopied:
+                # Only a missing library is refused here, before torch is loaded.
+                Location.open(url)
+                local.append(word)
             else:
-                if equals and _is_store_url(setting):
-                    # Only a missing library is refused here, before torch is loaded.
-                    Location.open(setting)
-                local.append(word)
+                path = outputs.enter_context(upload_afterwards(url)) if is_output else copy_to_cache(url, which)
+                local.append(f"{key}={path}" if key else str(path))
         yield local

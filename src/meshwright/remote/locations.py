@@ -6,21 +6,30 @@ Credentials come from each library's own chain: environment, profile, or the rol
 with the first URL, its libraries with the first of their scheme.
 """
 
+import errno
+import importlib
 import os
-import re
+import random
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from io import BufferedIOBase
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from meshwright.spec.errors import PlanError, StoreError, printable
 from meshwright.spec.extras import require
+from meshwright.spec.plan.plan import URL
 
 EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "hf": "hub", "memory": ""}
 """Scheme -> the extra that installs its library. Empty: fsspec has it itself."""
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+DRAWING = {"s3": "botocore.retryhandler", "gcs": "gcsfs.retry"}
+"""Extra -> the module of its library that draws its pauses from Python's global random generator."""
+OPTIONS = {"s3": {"config_kwargs": {"retries": {"mode": "legacy"}}}}
+"""Extra -> options of its file system. Another mode of boto's has bound the global generator where it is defined."""
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Errors of the local disk that a download is written to. No library reports the store with them."""
 
 REMEDIES = {
     "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine a role",
@@ -30,6 +39,8 @@ REMEDIES = {
 }
 """Extra -> how a user gives its library credentials."""
 
+PIECE_BYTES = 8 * 2**20
+"""Bytes that a stream sends or reads at once. S3 takes parts of 5 MiB or more."""
 NO_CREDENTIALS = {
     "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound",
     "DefaultCredentialsError", "ClientAuthenticationError", "LocalTokenNotFoundError",
@@ -39,14 +50,13 @@ NO_CREDENTIALS = {
 
 def is_url(path: object) -> bool:
     """Return whether a path names a scheme, known or not: `s3://bucket/key`."""
-    return bool(_SCHEME.match(str(path)))
+    return bool(scheme(path))
 
 
-def scheme(url: str) -> str:
-    """Return the scheme of a URL in lower case."""
-    match = _SCHEME.match(url)
-    assert match is not None, url
-    return match[1].lower()
+def scheme(path: object) -> str:
+    """Return the scheme of a URL in lower case. Empty = a path of this machine."""
+    match = URL.match(str(path))
+    return match[1].lower() if match else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,17 +87,20 @@ class Location:
         Raises PlanError for a scheme that is unknown, or whose library is not installed.
         """
         url = url.rstrip("/")
-        name = scheme(url) if is_url(url) else ""
+        name = scheme(url)
         if name not in EXTRAS:
             known = ", ".join(f"{known}://" for known in EXTRAS)
             raise PlanError(f"{printable(url)} has a scheme that is not supported: take one of {known}, or a path")
-        if EXTRAS[name]:
-            require(EXTRAS[name], printable(url))
+        if extra := EXTRAS[name]:
+            require(extra, printable(url))
         import fsspec
 
-        with _reporting(url):
+        with reporting(url):
             # Listings are never cached: other machines write, and a file that a listing lacked would stay missing.
-            filesystem, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+            filesystem, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **OPTIONS.get(extra, {}))
+        if extra in DRAWING:
+            # The state of the global generator is part of a checkpoint: no request may change it, whatever fails.
+            vars(importlib.import_module(DRAWING[extra]))["random"] = random.Random()
         return cls(url, filesystem, str(path))
 
     @classmethod
@@ -123,40 +136,37 @@ class Location:
 
     def read(self, start: int | None = None, end: int | None = None) -> bytes:
         """Read bytes `start` to `end`, by default all of the file. Raises FileNotFoundError where there is none."""
-        with self.reporting():
+        with reporting(self.url):
             return bytes(self.filesystem.cat_file(self.path, start=start, end=end))
 
     def write(self, data: bytes) -> None:
         """Write a file at once: readers see all of it or nothing."""
-        with self.reporting():
+        with reporting(self.url):
             self.filesystem.pipe_file(self.path, data)
 
-    def open_file(self) -> IO[bytes]:
-        """Open a file for reading, with a small buffer that reads ahead."""
-        with self.reporting():
-            stream: IO[bytes] = self.filesystem.open(self.path, "rb")
-            return stream
-
-    def create_file(self, part_bytes: int) -> IO[bytes]:
-        """Open a file for writing, which appears when it is closed. `part_bytes`: sent at once, at least 5 MiB."""
-        with self.reporting():
-            stream: IO[bytes] = self.filesystem.open(self.path, "wb", block_size=part_bytes)
+    def open_file(self, mode: str = "rb") -> BufferedIOBase:
+        """Open a file, with a small buffer that reads ahead. One for writing ("wb") appears when it is closed."""
+        with reporting(self.url):
+            stream: BufferedIOBase = self.filesystem.open(self.path, mode, block_size=PIECE_BYTES)
             return stream
 
     def upload(self, source: Path) -> None:
         """Copy a local file here. The library sends large files in parts."""
-        with self.reporting():
+        with reporting(self.url):
             self.filesystem.put_file(str(source), self.path)
 
-    def download(self, target: Path) -> None:
-        """Copy this file to a local path."""
-        with self.reporting():
-            self.filesystem.get_file(self.path, str(target))
+    def download(self, target: Path, begun: Callable[[], None] = lambda: None) -> None:
+        """Copy this file to a local path. `begun` is called after each piece that has come."""
+        from fsspec.callbacks import Callback
+
+        with reporting(self.url):
+            callback = Callback(hooks={"begun": lambda *_, **__: begun()})
+            self.filesystem.get_file(self.path, str(target), callback=callback)
 
     def describe(self) -> RemoteFile | None:
         """Return the file's size and version. None = there is no such file."""
         try:
-            with self.reporting():
+            with reporting(self.url):
                 entry = self.filesystem.info(self.path)
         except FileNotFoundError:
             return None
@@ -164,7 +174,7 @@ class Location:
 
     def list_files(self) -> list[RemoteFile]:
         """List all files below this folder by name, at any depth. Empty when there is none."""
-        with self.reporting():
+        with reporting(self.url):
             entries = self.filesystem.find(self.path, detail=True)
         folder = self.path.strip("/") + "/"
         files = [
@@ -176,11 +186,20 @@ class Location:
 
     def remove(self) -> None:
         """Remove a file. One that is not there is no error."""
-        try:
-            with self.reporting():
-                self.filesystem.rm_file(self.path)
-        except FileNotFoundError:
+        with suppress(FileNotFoundError), reporting(self.url):
+            self.filesystem.rm_file(self.path)
+
+    def drop_unfinished_uploads(self) -> None:
+        """Remove parts that killed processes have left below this folder, which no listing shows but S3 bills."""
+        if not hasattr(self.filesystem, "list_multipart_uploads"):
             return
+        bucket, _, folder = self.path.partition("/")
+        with reporting(self.url):
+            listed = self.filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{folder}/")
+            for upload in listed.get("Uploads", ()):
+                self.filesystem.call_s3(
+                    "abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                )
 
     def refuse_unwritable(self, purpose: str) -> None:
         """Write and remove a small file. Raises StoreError: no credentials, no bucket, no right to write."""
@@ -194,10 +213,6 @@ class Location:
         except StoreError as error:
             raise error.reworded(before=f"{purpose}: ") from None
 
-    def reporting(self) -> Any:
-        """Turn the library's errors into StoreError. FileNotFoundError passes."""
-        return _reporting(self.url)
-
 
 def _remote_file(name: str, entry: dict[str, Any]) -> RemoteFile:
     versions = (entry.get(key) for key in ("ETag", "etag", "crc32c", "md5Hash", "content_md5", "blob_id", "created"))
@@ -206,7 +221,8 @@ def _remote_file(name: str, entry: dict[str, Any]) -> RemoteFile:
 
 
 @contextmanager
-def _reporting(url: str) -> Iterator[None]:
+def reporting(url: str) -> Iterator[None]:
+    """Turn the library's errors into StoreError. FileNotFoundError passes."""
     try:
         yield
     except FileNotFoundError:
@@ -225,6 +241,8 @@ def _explain(url: str, error: Exception) -> tuple[str, bool]:
     remedy = REMEDIES.get(EXTRAS.get(scheme(url), ""), "check the credentials")
     if classes & NO_CREDENTIALS:
         return f"no credentials: {remedy}", False
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        return f"no copy could be written to this machine ({os.strerror(error.errno)}): free some space there", False
     if isinstance(error, PermissionError):
         return f"not allowed ({words}): give these credentials the right, or take others", False
     if isinstance(error, TimeoutError | ConnectionError) or "EndpointConnectionError" in classes:

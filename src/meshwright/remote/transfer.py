@@ -6,13 +6,13 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from meshwright.remote.locations import Location
+from meshwright.remote.locations import PIECE_BYTES, Location, reporting
 from meshwright.spec.errors import StoreError
 
 THREADS = 8
@@ -20,44 +20,43 @@ THREADS = 8
 ATTEMPTS = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 """Pauses before another attempt double from the first to the longest. Eight attempts take about a minute."""
-PIECE_BYTES = 8 * 2**20
-"""Bytes between two looks at the clock where the bandwidth is limited, and per part of such an upload."""
+LONGEST_S = 600.0
+"""After this time no third attempt begins: each may itself have waited for the network."""
+LEFTOVER_S = 3600.0
+"""Age of a part of a file from which on it was left by a process that was killed."""
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class Throttle:
-    """A limit on bytes per second, shared by all threads of a process. 0 = none."""
+    """A limit on bytes per second, shared by all threads of a process."""
 
-    def __init__(self, bytes_per_second: float = 0.0) -> None:
+    def __init__(self, bytes_per_second: float) -> None:
         self.bytes_per_second = bytes_per_second
         self._free_at_s = 0.0
         self._lock = threading.Lock()
 
     def wait(self, size_bytes: int) -> None:
         """Wait until `size_bytes` more may be sent."""
-        if not self.bytes_per_second:
-            return
         with self._lock:
             start_s = max(self._free_at_s, time.monotonic())
             self._free_at_s = start_s + size_bytes / self.bytes_per_second
         time.sleep(max(0.0, start_s - time.monotonic()))
 
 
-NO_LIMIT = Throttle()
-
-
 def persist(work: Callable[[], T]) -> T:
-    """Repeat a request until it succeeds, with growing pauses, at most ATTEMPTS times.
+    """Repeat a request until it succeeds, with growing pauses, at most ATTEMPTS times or about LONGEST_S.
 
     What no repetition can cure is raised at once: a missing file, missing credentials, a missing right.
     """
+    begun_s = time.monotonic()
     for attempt in range(ATTEMPTS):
         try:
             return work()
         except StoreError as error:
-            if not error.may_pass or attempt == ATTEMPTS - 1:
+            is_late = attempt > 0 and time.monotonic() - begun_s > LONGEST_S
+            if not error.may_pass or is_late or attempt == ATTEMPTS - 1:
                 raise
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt)
             log.debug("%s: attempt %d of %d", error, attempt + 1, ATTEMPTS)
@@ -66,30 +65,41 @@ def persist(work: Callable[[], T]) -> T:
     raise AssertionError("the last attempt returns or raises")
 
 
-def upload(pairs: Sequence[tuple[Path, Location]], throttle: Throttle = NO_LIMIT) -> None:
-    """Copy local files to URLs, several at once. Raises StoreError, FileNotFoundError for a missing local file."""
+def upload(triples: Sequence[tuple[Path, Location, str]], throttle: Throttle | None = None) -> None:
+    """Copy (local path, URL, SHA-256 or "") to URLs, several at once.
 
-    def send(source: Path, target: Location) -> None:
-        if not throttle.bytes_per_second:
-            persist(lambda: target.upload(source))
-            return
+    Raises StoreError when a file cannot be sent, is missing, or has another hash: damage does not spread.
+    """
 
-        def send_slowly() -> None:
+    def send(source: Path, target: Location, sha256: str) -> None:
+        def attempt() -> None:
+            if throttle is None:
+                target.upload(source)
+                return
             # Closing the stream sends the last part.
-            with target.reporting(), source.open("rb") as file, target.create_file(PIECE_BYTES) as stream:
+            with reporting(target.url), source.open("rb") as file, target.open_file("wb") as stream:
                 while piece := file.read(PIECE_BYTES):
                     throttle.wait(len(piece))
                     stream.write(piece)
 
-        persist(send_slowly)
+        try:
+            if sha256 and hash_file(source) != sha256:
+                raise _report_damage(source)
+            persist(attempt)
+        except FileNotFoundError:
+            lost = target if source.exists() else source
+            raise StoreError(f"{lost} is not there any more: {source.name} cannot be uploaded") from None
 
-    _run_all(send, pairs)
+    with ThreadPoolExecutor(THREADS) as pool:
+        # The first error ends what has not begun.
+        list(pool.map(lambda triple: send(*triple), triples))
 
 
-def download(triples: Sequence[tuple[Location, Path, str]]) -> None:
+def download(triples: Sequence[tuple[Location, Path, str]], begun: Callable[[], None] = lambda: None) -> None:
     """Copy (URL, local path, SHA-256 or "") to local files, several at once. Each is complete or absent.
 
-    Raises StoreError when a file cannot be read, is missing, or has another hash even at the second attempt.
+    `begun` is called after each piece, by the threads that copy. Raises StoreError when a file cannot be read, is
+    missing, has another hash even at the second attempt, or cannot be written here.
     """
 
     def fetch(source: Location, target: Path, sha256: str) -> None:
@@ -97,39 +107,44 @@ def download(triples: Sequence[tuple[Location, Path, str]]) -> None:
         try:
             for is_last in (False, True):
                 try:
-                    persist(lambda: source.download(fresh))
+                    persist(lambda: source.download(fresh, begun))
                 except FileNotFoundError:
                     raise StoreError(f"{source} is not there: it was removed, or never uploaded") from None
                 if not sha256 or hash_file(fresh) == sha256:
                     break
                 # A transfer may have lost bytes: only a second one shows that the store itself holds others.
                 if is_last:
-                    failure = StoreError(f"{source} is damaged: its hash differs from the recorded one")
-                    failure.is_damage = True
-                    raise failure
+                    raise _report_damage(source)
             with fresh.open("rb") as file:
                 os.fsync(file.fileno())
             fresh.replace(target)
+        except OSError as error:
+            raise StoreError(f"{target} cannot be written: {error.strerror}; free some space, or repair it") from None
         finally:
             with suppress(OSError):
                 fresh.unlink(missing_ok=True)
 
-    _run_all(fetch, triples)
+    for folder in {target.parent for _, target, _ in triples}:
+        remove_parts(folder, LEFTOVER_S)
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(lambda triple: fetch(*triple), triples))
+
+
+def remove_parts(folder: Path, age_s: float) -> None:
+    """Remove parts of files that were not written for a time: killed processes left them."""
+    for path in folder.glob(".*.part"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime >= age_s:
+                path.unlink()
+
+
+def _report_damage(file: Path | Location) -> StoreError:
+    failure = StoreError(f"{file} is damaged: its hash differs from the recorded one")
+    failure.is_damage = True
+    return failure
 
 
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a local file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _run_all(work: Callable[..., None], arguments: Iterable[tuple[object, ...]]) -> None:
-    """Call `work` with each tuple of arguments on a pool of threads. The first error ends what has not begun."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        futures = [pool.submit(work, *each) for each in arguments]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise

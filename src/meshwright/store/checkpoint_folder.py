@@ -114,7 +114,7 @@ def check_hashes(folder: Path, files: Iterable[FileRecord], begun: Callable[[], 
 
     def look(file: FileRecord) -> str:
         begun()
-        return _difference(folder, file)
+        return find_difference(folder, file)
 
     with ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1, len(files)))) as pool:
         for problem in pool.map(look, files):
@@ -122,7 +122,8 @@ def check_hashes(folder: Path, files: Iterable[FileRecord], begun: Callable[[], 
                 raise _report_damage(folder, problem)
 
 
-def _difference(folder: Path, file: FileRecord) -> str:
+def find_difference(folder: Path, file: FileRecord) -> str:
+    """Return what is wrong with a file of a checkpoint. Empty = every byte is as recorded."""
     try:
         same = record_file(folder / file.name) == file
     except OSError as error:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshwright.spec.errors import PlanError, RunError, argument
+from meshwright.spec.errors import PlanError, RunError, StoreError, argument
+from meshwright.spec.units import gib
 
 RUN = argument("run")
 """The argument that most paths come from."""
@@ -51,6 +52,16 @@ def free_bytes(path: Path) -> int | None:
         return shutil.disk_usage(nearest).free
     except OSError:
         return None
+
+
+def check_room(folder: Path, needed_bytes: int, what: object) -> None:
+    """Raise StoreError when the disk of a folder has too little room for a copy of something behind a URL."""
+    free = free_bytes(folder)
+    if free is not None and free < needed_bytes:
+        raise StoreError(
+            f"a copy of {what} takes {gib(needed_bytes)}, and the disk of {folder} has {gib(free)} free: free some "
+            f"space, or choose a larger disk ({RUN}, XDG_CACHE_HOME)"
+        )
 
 
 def refuse_taken(path: Path, key: str) -> None:

@@ -1,13 +1,15 @@
 """Models, runs and files behind URLs as local copies, and results that go to a URL.
 
-A copy lies in the user's cache and is compared with the store at each use: only what has changed is downloaded.
+Copies are files of the user's cache. Each use compares them with the store and downloads what has changed.
 """
 
 import hashlib
 import json
 import logging
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,25 +17,27 @@ from pathlib import Path
 from meshwright.remote.locations import Location, RemoteFile
 from meshwright.remote.transfer import download, persist, upload
 from meshwright.spec.errors import StoreError
-from meshwright.spec.units import gib
 from meshwright.spec.user_cache import lock, writable_root
-from meshwright.store.durable import free_bytes, replace_file
+from meshwright.store import checkpoint_folder
+from meshwright.store.durable import check_room, replace_file
 from meshwright.store.mirror import CHECKPOINTS, StoredRun
+from meshwright.store.run_folder import BEST, LAST
 
 MANIFEST = ".copied.json"
+UNUSED_S = 86_400.0
+"""Age from which on a copy of an earlier checkpoint goes. Until then another process may read it."""
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".ot", ".gguf")
 """Endings of weights in formats that are not read where safetensors are there."""
 log = logging.getLogger(__name__)
 
 
-def copy_to_cache(url: str) -> Path:
-    """Return a local copy of a file, a folder, or a run behind a URL. Of a run it has the newest checkpoint.
+def copy_to_cache(url: str, which: str = LAST) -> Path:
+    """Return a local copy of a file, a folder, or a run behind a URL. `which`: checkpoint of a run, or best, or last.
 
     Processes of one machine share it: one downloads, the others wait. Raises StoreError, PlanError.
     """
     location = Location.open(url)
-    name = hashlib.sha256(location.url.encode()).hexdigest()[:16]
-    folder = writable_root() / "remote" / name
+    folder = writable_root() / "remote" / hashlib.sha256(location.url.encode()).hexdigest()[:16]
     with lock(folder):
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / location.name
@@ -43,9 +47,8 @@ def copy_to_cache(url: str) -> Path:
         files = persist(location.list_files)
         if not files:
             raise StoreError(f"{location} is neither a file nor a folder with files: check the name, and its bucket")
-        run = StoredRun(location)
         if any(file.name.startswith(f"{CHECKPOINTS}/") for file in files):
-            return _bring_run(run, target)
+            return _bring_run(StoredRun(location), folder, which)
         if any(file.name.endswith(".safetensors") for file in files):
             files = [file for file in files if not file.name.endswith(OTHER_WEIGHTS)]
         target.mkdir(exist_ok=True)
@@ -53,22 +56,31 @@ def copy_to_cache(url: str) -> Path:
         return target
 
 
-def _bring_run(run: StoredRun, target: Path) -> Path:
-    """Bring the records of a run, and its newest sound checkpoint."""
+def _bring_run(run: StoredRun, folder: Path, which: str) -> Path:
+    """Bring the records of a run and a checkpoint. Each checkpoint has a copy of the run, by the hash of its COMMIT."""
+    name = _choose(run, which)
+    commit = checkpoint_folder.encode_commit(run.read_commit(name))
+    copy = folder / hashlib.sha256(commit).hexdigest()[:16]
+    target = copy / run.location.name
     run.fetch_records(target)
-    for stored in reversed(run.list_checkpoints()):
-        if problem := run.find_problem(stored.name):
-            log.warning("passed over: checkpoint %s: %s", run.checkpoints / stored.name, problem)
-            continue
-        path = target / CHECKPOINTS / f"step-{stored.step:06d}"
-        if not path.is_dir():
-            _refuse_full(target, stored.size_bytes, run.location)
-            run.publish(stored.name, run.fetch(stored.name, target / CHECKPOINTS))
-        for older in (target / CHECKPOINTS).iterdir():
-            if older != path:
-                shutil.rmtree(older, ignore_errors=True)
-        return target
-    raise StoreError(f"{run.location} has no checkpoint that can be used: see `meshwright runs {run.location}`")
+    if not checkpoint_folder.list_checkpoints(target / CHECKPOINTS):
+        run.publish(name, run.fetch(name, target / CHECKPOINTS))
+    os.utime(copy)
+    for other in folder.iterdir():
+        if time.time() - other.stat().st_mtime > UNUSED_S:
+            shutil.rmtree(other, ignore_errors=True)
+    return target
+
+
+def _choose(run: StoredRun, which: str) -> str:
+    """Return the name of a run's newest sound checkpoint, of the best, or of that of a step."""
+    step = int(which) if which.isdigit() else None
+    names = (stored.name for stored in run.newest_first() if step in (None, stored.step))
+    if name := run.find_best(names) if which == BEST else next(names, ""):
+        return name
+    raise StoreError(
+        f"{run.location} has no checkpoint that can be used ({which}): see `meshwright runs {run.location}`"
+    )
 
 
 def _bring(source: Location, files: list[RemoteFile], target: Path) -> None:
@@ -80,7 +92,7 @@ def _bring(source: Location, files: list[RemoteFile], target: Path) -> None:
         copied = {}
     wanted = {file.name: [file.size_bytes, file.version] for file in files}
     missing = [name for name in wanted if copied.get(name) != wanted[name] or not (target / name).is_file()]
-    _refuse_full(target, sum(file.size_bytes for file in files if file.name in missing), source)
+    check_room(target, sum(file.size_bytes for file in files if file.name in missing), source)
     for name in missing:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
     if missing:
@@ -89,15 +101,6 @@ def _bring(source: Location, files: list[RemoteFile], target: Path) -> None:
     for name in set(copied) - set(wanted):
         (target / name).unlink(missing_ok=True)
     replace_file(manifest, json.dumps(wanted).encode())
-
-
-def _refuse_full(target: Path, needed_bytes: int, source: Location) -> None:
-    free = free_bytes(target)
-    if free is not None and free < needed_bytes:
-        raise StoreError(
-            f"a copy of {source} takes {gib(needed_bytes)}, and {gib(free)} are free in {target.parent}: free some "
-            "space, or set XDG_CACHE_HOME to a larger disk"
-        )
 
 
 @contextmanager
@@ -114,7 +117,7 @@ def upload_afterwards(url: str) -> Iterator[Path]:
         path = Path(folder) / location.name
         yield path
         if path.is_file():
-            upload([(path, location)])
+            upload([(path, location, "")])
         elif path.is_dir():
             files = sorted(file for file in path.rglob("*") if file.is_file())
-            upload([(file, location / file.relative_to(path).as_posix()) for file in files])
+            upload([(file, location / file.relative_to(path).as_posix(), "") for file in files])

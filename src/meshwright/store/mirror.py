@@ -1,5 +1,6 @@
 """A run's second tier: its checkpoints and records behind a URL, written after the local ones.
 
+    URL/run-id                                                  random name of the run that the store belongs to
     URL/plan.yaml, tokenizer.json, metrics.jsonl ...            files of the run folder
     URL/checkpoints/step-000060-5f0c9e21/shard-..., state.json
     URL/checkpoints/step-000060-5f0c9e21/COMMIT                 last: before it, the checkpoint does not exist
@@ -19,32 +20,31 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Event, Lock, Thread
+from threading import Lock, Thread
 
 from meshwright.remote.locations import Location
-from meshwright.remote.transfer import Throttle, download, hash_file, persist, upload
-from meshwright.spec.errors import (
-    CheckpointError,
-    DamagedCheckpoint,
-    RunError,
-    StoreError,
-    argument,
-)
+from meshwright.remote.transfer import Throttle, download, persist, remove_parts, upload
+from meshwright.spec.errors import CheckpointError, DamagedCheckpoint, StoreError, argument
 from meshwright.spec.plan.plan import Store
-from meshwright.spec.units import gib, many
+from meshwright.spec.units import many
 from meshwright.store import checkpoint_folder
 from meshwright.store.checkpoint_folder import COMMIT, Commit
-from meshwright.store.durable import free_bytes, sync_folder, write_file
+from meshwright.store.durable import check_room, replace_file, sync_folder
 
 CHECKPOINTS = "checkpoints"
+RUN_ID = "run-id"
+"""File of a run folder and of its store: two runs never mix in one store."""
 _NAME = re.compile(r"step-(\d+)-[0-9a-f]{8}")
 _FAILED = "failed-"
-"""Start of the name of a file in place of those of a rank that could not upload them."""
+"""Start of the name of a file with the reason why a rank could not upload its own."""
+READY = "ready\n"
+"""First line of the process that uploads."""
 POLL_S = (0.2, 5.0)
 """First and longest pause of rank 0 between two looks for the files of other ranks."""
 LONGEST_WAIT_S = 1800.0
@@ -56,13 +56,13 @@ from meshwright.store.mirror import serve_uploads
 serve_uploads(*sys.argv[1:])
 """
 """Program of the process beside a rank. It has the same package as here, whatever the current folder holds."""
-NOT_MIRRORED = (".lock", "loss.png")
-"""Files of a run folder that stay on their machine: a lock has no meaning elsewhere, a picture is drawn again."""
+NOT_MIRRORED = ("loss.png",)
+"""Files of a run folder that stay on their machine, beside hidden ones: a picture is drawn again."""
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Stored:
     """One committed checkpoint in the store."""
 
@@ -84,12 +84,11 @@ class StoredRun:
         return self.location / CHECKPOINTS
 
     def list_checkpoints(self) -> list[Stored]:
-        """List committed checkpoints by rising step. Of several with one step, the last by name order counts."""
-        committed, _ = self._sizes()
-        return [Stored(step=step, name=name, size_bytes=size) for step, name, size in sorted(committed)]
+        """List committed checkpoints by rising step, those of one step by name."""
+        return self._list()[0]
 
-    def _sizes(self) -> tuple[list[tuple[int, str, int]], list[str]]:
-        """Return (step, name, bytes) of committed checkpoints, and the names of all others."""
+    def _list(self) -> tuple[list[Stored], list[str]]:
+        """Return committed checkpoints, and the names of all others."""
         sizes: dict[str, int] = {}
         whole = set()
         for file in persist(self.checkpoints.list_files):
@@ -97,9 +96,9 @@ class StoredRun:
             sizes[folder] = sizes.get(folder, 0) + file.size_bytes
             if name == COMMIT:
                 whole.add(folder)
-        steps = {name: _NAME.fullmatch(name) for name in sizes}
-        committed = [(int(match[1]), name, sizes[name]) for name, match in steps.items() if match and name in whole]
-        return committed, [name for name in sizes if name not in whole]
+        steps = {name: match for name in whole if (match := _NAME.fullmatch(name))}
+        committed = [Stored(int(match[1]), name, sizes[name]) for name, match in steps.items()]
+        return sorted(committed), [name for name in sizes if name not in whole]
 
     def read_commit(self, name: str) -> Commit:
         """Read COMMIT of a checkpoint. Raises DamagedCheckpoint, CheckpointError for a newer version, StoreError."""
@@ -124,12 +123,38 @@ class StoredRun:
                 return f"{file.name} has {sizes[file.name]:,} bytes instead of {file.size_bytes:,}"
         return ""
 
+    def newest_first(self) -> Iterator[Stored]:
+        """Yield checkpoints whose files have their sizes. Others are logged."""
+        for stored in reversed(self.list_checkpoints()):
+            if problem := self.find_problem(stored.name):
+                log.warning("passed over: checkpoint %s: %s", self.checkpoints / stored.name, problem)
+            else:
+                yield stored
+
+    def find_copies(self, path: Path) -> list[str]:
+        """Return the names of sound copies of a local checkpoint. Where its COMMIT is readable, theirs is the same."""
+        try:
+            local = checkpoint_folder.read_commit(path)
+        except CheckpointError:
+            local = None
+        names = [stored.name for stored in self.list_checkpoints() if f"step-{stored.step:06d}" == path.name]
+        # Another course of training may have saved the same step.
+        return [name for name in names if not self.find_problem(name) and local in (None, self.read_commit(name))]
+
+    def find_best(self, names: Iterable[str]) -> str:
+        """Return the checkpoint with the lowest held-out loss, the earliest of equals. Empty = none was evaluated."""
+        scores = {}
+        for name in names:
+            with suppress(CheckpointError):
+                if (score := self.read_commit(name).score) is not None:
+                    scores[name] = score, name
+        return min(scores, key=lambda name: scores[name]) if scores else ""
+
     def remove(self, name: str) -> None:
         """Remove a checkpoint. COMMIT goes first, so that no reader takes what is left for a whole one."""
         folder = self.checkpoints / name
-        files = [file.name for file in persist(folder.list_files)]
-        for file in sorted(files, key=lambda file: file != COMMIT):
-            persist((folder / file).remove)
+        for file in sorted(persist(folder.list_files), key=lambda file: file.name != COMMIT):
+            persist((folder / file.name).remove)
 
     def prune(self, keep_last: int, *, step: int | None = None, uploading: str = "") -> list[str]:
         """Remove all but the newest `keep_last` whole checkpoints and the best. Damaged newer ones remain.
@@ -142,32 +167,27 @@ class StoredRun:
                 caller does not own it, so an unfinished upload may be one under way.
             uploading: Name that must not be touched.
         """
-        committed, partial = self._sizes()
-        abandoned = [name for other, name, _ in committed if step is not None and other > step]
-        newest_first = sorted((entry for entry in committed if entry[1] not in abandoned), reverse=True)
-        # A step may be there twice, from before and after a resumption.
-        steps: set[int] = set()
-        oldest_kept = len(newest_first)
-        for number, (other, name, _) in enumerate(newest_first):
-            if len(steps) == max(1, keep_last) and other not in steps:
-                oldest_kept = number
+        committed, partial = self._list()
+        current = [entry for entry in committed if step is None or entry.step <= step]
+        retained, steps = {uploading}, set[int]()
+        for entry in reversed(current):
+            # A step may be there twice, from before and after a resumption.
+            if len(steps) == max(1, keep_last) and entry.step not in steps:
+                # The best is looked for only where something older is about to go.
+                retained.add(self.find_best([entry.name for entry in current]))
                 break
-            if not self.find_problem(name):
-                steps.add(other)
-        older = [name for _, name, _ in newest_first[oldest_kept:]]
-        partial = partial if step is not None else []
-        scores: dict[str, float] = {}
-        # The best is looked for only where something older is about to go.
-        for _, name, _ in newest_first if older else ():
-            try:
-                if (score := self.read_commit(name).score) is not None:
-                    scores[name] = score
-            except CheckpointError:
-                continue
-        best = min(scores, key=lambda name: (scores[name], name)) if scores else ""
-        surplus = [name for name in [*abandoned, *older, *partial] if name not in (best, uploading)]
+            retained.add(entry.name)
+            if not self.find_problem(entry.name):
+                steps.add(entry.step)
+        surplus = [entry.name for entry in committed if entry.name not in retained]
+        surplus += [name for name in partial if step is not None and name != uploading]
         for name in surplus:
             self.remove(name)
+        if step is not None:
+            try:
+                self.location.drop_unfinished_uploads()
+            except StoreError as error:  # a right that not everybody has, and that uploads do not need
+                log.debug("unfinished uploads remain: %s", error)
         return surplus
 
     def fetch_records(self, run: Path) -> None:
@@ -176,33 +196,38 @@ class StoredRun:
         run.mkdir(parents=True, exist_ok=True)
         download([(self.location / name, run / name, "") for name in names if not name.startswith(".")])
 
-    def fetch(self, name: str, checkpoints: Path, part: tuple[int, int] = (0, 1)) -> Path:
+    def fetch(
+        self, name: str, checkpoints: Path, part: tuple[int, int] = (0, 1), begun: Callable[[], None] = lambda: None
+    ) -> Path:
         """Download every n-th file of a checkpoint that is missing or damaged. `part`: (index, n).
 
-        Returns the hidden folder that `publish` makes visible once all parts are there. Raises StoreError,
-        DamagedCheckpoint.
+        Returns the hidden folder that `publish` makes visible once all parts are there. `begun` is called after each
+        piece. Raises StoreError, DamagedCheckpoint.
         """
         commit, hidden = self.read_commit(name), checkpoints / f"{checkpoint_folder.FETCHING}{name}"
         hidden.mkdir(parents=True, exist_ok=True)
         local = checkpoints / f"step-{commit.step:06d}"
         index, parts = part
-        triples = []
+        missing = []
         for file in commit.files[index::parts]:
-            for path in (hidden / file.name, local / file.name):
-                if path.is_file() and path.stat().st_size == file.size_bytes and hash_file(path) == file.sha256:
-                    if path.parent == local:
-                        shutil.copyfile(path, hidden / file.name)
-                    break
+            begun()
+            if not checkpoint_folder.find_difference(hidden, file):
+                continue
+            if checkpoint_folder.find_difference(local, file):
+                missing.append(file)
             else:
-                triples.append((self.checkpoints / name / file.name, hidden / file.name, file.sha256))
-        download(triples)
+                shutil.copyfile(local / file.name, hidden / file.name)
+        # Ranks may share the disk.
+        check_room(hidden, parts * sum(file.size_bytes for file in missing), self.checkpoints / name)
+        download([(self.checkpoints / name / file.name, hidden / file.name, file.sha256) for file in missing], begun)
         return hidden
 
     def publish(self, name: str, hidden: Path) -> Path:
         """Write COMMIT into a downloaded checkpoint and make it visible. Returns its path."""
         commit = self.read_commit(name)
+        remove_parts(hidden, 0.0)
         checkpoint_folder.check_sizes(hidden, commit)
-        write_file(hidden / COMMIT, checkpoint_folder.encode_commit(commit))
+        checkpoint_folder.write_commit(hidden, commit)
         sync_folder(hidden)
         target = hidden.parent / f"step-{commit.step:06d}"
         checkpoint_folder.publish(hidden, target)
@@ -212,8 +237,7 @@ class StoredRun:
 class Mirror:
     """Uploads of a run by this rank, in a process of its own. At most one checkpoint is on its way.
 
-    A process, because the libraries of object stores draw from Python's global random generator, whose state is part
-    of a checkpoint. It also holds no lock that training needs, and may hang alone. It ends with this one.
+    A process holds no lock that training needs, and may hang or die alone. It ends with this one.
 
     Args:
         store: Its URL, limits and retention.
@@ -227,24 +251,19 @@ class Mirror:
         self.rank, self.writers, self.waiting = rank, writers, waiting
         self.error: StoreError | None = None
         """Why the last upload failed. The next one that succeeds clears it."""
-        self._step: int | None = None
+        self._settings = {"url": store.url, "keep_last": store.keep_last, "bandwidth": store.bandwidth / writers}
+        self._step = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="uploads")
+        self._upload: Future[None] | None = None
+        self._process: subprocess.Popen[str] | None = None
         self._lock = Lock()
-        """Held while the step on its way changes: this thread begins an upload, another one ends it."""
-        self._idle = Event()
-        self._idle.set()
-        settings = {"url": store.url, "keep_last": store.keep_last, "bandwidth": store.bandwidth / writers}
-        # A session of its own: Ctrl-C in a terminal is for the run, which still has a checkpoint to upload.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", SERVE, json.dumps(settings), str(rank), str(writers)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
-        self._thread = Thread(target=self._read_answers, name="uploads", daemon=True)
-        self._thread.start()
+        """Held while the process changes: another thread starts it again."""
+        self._abandoned = False
 
     @property
     def step(self) -> int | None:
         """Step of the checkpoint on its way, which must not be removed. None = none."""
-        return self._step
+        return None if self._upload is None or self._upload.done() else self._step
 
     def choose(self, step: int, *, last: bool) -> str:
         """Return the name under which rank 0 uploads a checkpoint. Empty = it stays local.
@@ -253,70 +272,85 @@ class Mirror:
         """
         if last:
             self.wait()
-        elif not self._idle.is_set():
+        elif (under_way := self.step) is not None:
             log.warning(
-                "step %d stays on local disk: the upload of step %s is under way. Save less often "
-                "(recipe.checkpoint_every), or raise store.bandwidth",
-                step,
-                self._step,
-            )
+                "step %d stays on local disk: the upload of step %d is under way. Save less often "
+                "(recipe.checkpoint_every), or raise store.bandwidth", step, under_way,
+            )  # fmt: skip
             return ""
         return f"step-{step:06d}-{secrets.token_hex(4)}"
 
     def begin(self, step: int, path: Path, name: str) -> None:
         """Start to upload a committed local checkpoint. All ranks call this with the name that rank 0 chose."""
-        with self._lock:
-            self._idle.clear()
-            self._step = step
-        request = json.dumps({"step": step, "path": str(path.absolute()), "name": name})
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(request + "\n")
-            self._process.stdin.flush()
-        except OSError:
-            self._end(step, f"the process that uploads has ended ({self._process.poll()})")
+        # On another rank than 0 the one before may not have been answered yet: this one waits behind it.
+        request = json.dumps({"path": str(path.absolute()), "name": name})
+        self._step, self._upload = step, self._thread.submit(self._send, step, request)
 
     def wait(self) -> None:
         """Wait for the upload on its way."""
-        while not self._idle.wait(1.0):
+        while self._upload is not None and wait([self._upload], 1.0).not_done:
             self.waiting()
-
-    def close(self) -> None:
-        """Wait for the last upload. Raises StoreError when it failed: the store has an older state than this disk."""
-        self.wait()
-        self.abandon()
-        if self.error is not None:
-            raise self.error
 
     def abandon(self, grace_s: float = 0.0) -> None:
         """End the process, whatever it uploads. What is not committed within `grace_s` never will be."""
-        self._idle.wait(grace_s)
-        assert self._process.stdin is not None
-        with suppress(OSError):
-            self._process.stdin.close()
-        self._process.wait()
-        self._thread.join()
-
-    def _read_answers(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as answers:
-            for answer in answers:
-                self._end(*json.loads(answer))
-        if (step := self._step) is not None:
-            self._end(step, f"the process that uploads has ended ({self._process.wait()})")
-
-    def _end(self, step: int, problem: str) -> None:
-        """Take the outcome of an upload. Empty = it succeeded."""
-        # On another rank than 0 the next upload may begin before this thread has read the answer.
+        if self._upload is not None:
+            wait([self._upload], grace_s)
         with self._lock:
-            if step != self._step:
-                return
-            self._step = None
-            self.error = None
-            self._idle.set()
+            self._abandoned = True
+            self._end_process()
+        self._thread.shutdown()
+
+    def start(self) -> None:
+        """Start the process, again where an earlier one has ended. Raises StoreError without a word from it."""
+        with self._lock:
+            self._end_process()
+            if self._abandoned:
+                raise StoreError("the run has ended")
+            # A session of its own: Ctrl-C in a terminal is for the run, which still has a checkpoint to upload.
+            process = self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", SERVE, json.dumps(self._settings), str(self.rank), str(self.writers)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+            )  # fmt: skip
+        if _read_line(process) != READY:
+            with self._lock:
+                self._end_process()
+            raise StoreError(f"the process that uploads does not start ({process.wait()}): see what it prints")
+
+    def _end_process(self) -> None:
+        if (process := self._process) is not None and process.stdin is not None:
+            # It ends when it has nothing more to read. Leaving it closes the other pipe and waits.
+            with process, suppress(OSError):
+                process.stdin.close()
+
+    def _send(self, step: int, request: str) -> None:
+        """Have a checkpoint uploaded. The process is started again if it has ended, once per checkpoint."""
+        assert self._process is not None
+        answer = _read_line(self._process, request)
+        if not answer and not self._abandoned:
+            log.warning("the process that uploads has ended at step %d: it is started again", step)
+            try:
+                self.start()
+                answer = _read_line(self._process, request)
+            except (StoreError, OSError) as error:  # OSError: this machine starts no process
+                answer = json.dumps(str(error))
+        problem = json.loads(answer) if answer else "the process that uploads has ended"
+        self.error = None
         if problem:
             self.error = StoreError(f"the checkpoint of step {step} is on local disk alone: {problem}")
             log.warning("%s", self.error)
+
+
+def _read_line(process: "subprocess.Popen[str]", request: str = "") -> str:
+    """Return the next line of a process, after a request. Empty = it has ended."""
+    assert process.stdin is not None and process.stdout is not None
+    with suppress(OSError, ValueError):  # a pipe is closed at the other end, or at this one
+        if request:
+            process.stdin.write(request + "\n")
+            process.stdin.flush()
+        line = process.stdout.readline()
+        # One that was killed may leave half a line.
+        return line if line.endswith("\n") else ""
+    return ""
 
 
 class Uploader:
@@ -325,43 +359,40 @@ class Uploader:
     def __init__(self, store: Store, rank: int, writers: int) -> None:
         self.run, self.store = StoredRun(Location.open(store.url)), store
         self.rank, self.writers = rank, writers
-        self._throttle = Throttle(store.bandwidth * 1e6)
+        self._throttle = Throttle(store.bandwidth * 1e6) if store.bandwidth else None
         self._uploaded: dict[str, tuple[int, int]] = {}
         """Records in the store, by name: time of change and size."""
 
-    def upload(self, step: int, path: Path, name: str) -> None:
+    def upload(self, path: Path, name: str) -> None:
         """Upload this rank's files of a checkpoint. Rank 0 then waits for all others and commits."""
         commit = checkpoint_folder.read_commit(path)
         target = self.run.checkpoints / name
         # A checkpoint that an earlier process wrote may have files of more ranks than there are now.
-        names = [file.name for file in commit.files if _writer_of(file.name) % self.writers == self.rank]
-        upload([(path / file, target / file) for file in names], self._throttle)
+        files = [file for file in commit.files if _writer_of(file.name) % self.writers == self.rank]
+        upload([(path / file.name, target / file.name, file.sha256) for file in files], self._throttle)
         if self.rank:
             return
-        self._upload_records(path.parent.parent)
+        self.upload_records(path.parent.parent)
         self._wait_for_files(target, commit)
         persist(lambda: (target / COMMIT).write(checkpoint_folder.encode_commit(commit)))
         # Only now: until the new one is committed, the old ones are all there is.
         try:
-            self.run.prune(self.store.keep_last, step=step, uploading=name)
+            self.run.prune(self.store.keep_last, step=commit.step, uploading=name)
         except StoreError as error:
             # The checkpoint itself is safe, and the next upload prunes again.
             log.warning("old checkpoints remain: %s", error)
 
-    def report_failure(self, name: str) -> None:
-        """Tell rank 0, if the store can be written at all, that the files of this rank will not come."""
+    def report_failure(self, name: str, problem: str) -> None:
+        """Tell rank 0, if the store can be written at all, why the files of this rank will not come."""
         with suppress(Exception):
-            persist(lambda: (self.run.checkpoints / name / f"{_FAILED}{self.rank}").write(b""))
+            persist(lambda: (self.run.checkpoints / name / f"{_FAILED}{self.rank}").write(problem.encode()))
 
-    def _upload_records(self, folder: Path) -> None:
+    def upload_records(self, folder: Path) -> None:
         """Upload the files of the run folder that have changed since."""
-        changed = {}
-        for file in folder.iterdir():
-            if file.is_file() and not file.name.startswith(".") and file.name not in NOT_MIRRORED:
-                status = file.stat()
-                changed[file.name] = (status.st_mtime_ns, status.st_size)
+        files = [file for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")]
+        changed = {f.name: (f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.name not in NOT_MIRRORED}
         names = [name for name, version in sorted(changed.items()) if self._uploaded.get(name) != version]
-        upload([(folder / name, self.run.location / name) for name in names], self._throttle)
+        upload([(folder / name, self.run.location / name, "") for name in names], self._throttle)
         self._uploaded |= {name: changed[name] for name in names}
 
     def _wait_for_files(self, target: Location, commit: Commit) -> None:
@@ -374,8 +405,9 @@ class Uploader:
             missing = [name for name, size in needed.items() if present.get(name) != size]
             if not missing:
                 return
-            if failed := [name.removeprefix(_FAILED) for name in present if name.startswith(_FAILED)]:
-                raise StoreError(f"rank {failed[0]} could not upload its files: see what it prints")
+            if failed := [name for name in present if name.startswith(_FAILED)]:
+                reason = persist((target / failed[0]).read).decode(errors="replace")
+                raise StoreError(f"rank {failed[0].removeprefix(_FAILED)} could not upload its files: {reason}")
             if len(missing) < last_missing:
                 last_missing, since_s = len(missing), time.monotonic()
             if time.monotonic() - since_s > LONGEST_WAIT_S:
@@ -411,22 +443,23 @@ def serve_uploads(settings: str, rank: str, writers: str) -> None:
 
     Thread(target=read_requests, daemon=True).start()
     uploader = Uploader(Store(**json.loads(settings)), int(rank), int(writers))
+    print(READY, end="", file=answers, flush=True)
     while True:
         request = json.loads(requests.get())
         problem = ""
         try:
-            uploader.upload(request["step"], Path(request["path"]), request["name"])
+            uploader.upload(Path(request["path"]), request["name"])
         except Exception as error:  # whatever it is, the run must hear of it
             problem = str(error) or repr(error)
-            uploader.report_failure(request["name"])
-        print(json.dumps([request["step"], problem]), file=answers, flush=True)
+            uploader.report_failure(request["name"], problem)
+        print(json.dumps(problem), file=answers, flush=True)
 
 
-def check_store(store: Store, resume: str) -> int | None:
+def check_store(store: Store, resume: str, folder: Path) -> int | None:
     """Return the step of the newest checkpoint in the store. None = it has none. Raises PlanError, StoreError.
 
-    Refused are a store that cannot be written, with resume=no one that holds a run already, and with the path of a
-    checkpoint one that holds later steps.
+    Refused are a store that cannot be written, and one of another run than that of `folder`. With resume=no: one with
+    checkpoints. With resume=auto: one whose newest does not fit on disk. With a path: one with later steps.
     """
     run = StoredRun(Location.open(store.url))
     run.location.refuse_unwritable("store.url")
@@ -444,32 +477,61 @@ def check_store(store: Store, resume: str) -> int | None:
             f"{argument('store.url', store.url)} already holds a run (last checkpoint: step {stored[-1].step}): "
             f"resume=auto continues it, or choose another {argument('store.url')}"
         )
+    _refuse_other_run(store, resume, folder)
+    if resume == "auto":
+        # Before hours of encoding: this checks the room for what is to be fetched.
+        choose_newer(run, folder)
     return stored[-1].step if stored else None
+
+
+def _refuse_other_run(store: Store, resume: str, folder: Path) -> str:
+    """Return the id of the run that the store belongs to, empty when it is new. Raises StoreError for another run."""
+    try:
+        stored = persist((Location.open(store.url) / RUN_ID).read).decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    path = folder / RUN_ID
+    local = path.read_text(encoding="utf-8") if path.is_file() else ""
+    # A wiped disk: the run goes on from its store.
+    is_new = resume == "auto" and not local and not checkpoint_folder.list_checkpoints(folder / CHECKPOINTS)
+    if local != stored and not is_new:
+        raise StoreError(
+            f"{argument('store.url', store.url)} belongs to another run than {argument('run', folder)}: resume=auto in "
+            f"a new {argument('run')} continues it, or choose another {argument('store.url')}"
+        )
+    return stored
+
+
+def claim_store(store: Store, resume: str, folder: Path) -> None:
+    """Give a run folder and its store the same id, a random one where they are new. Raises StoreError."""
+    stored, path = _refuse_other_run(store, resume, folder), folder / RUN_ID
+    if not path.exists():
+        replace_file(path, (stored or secrets.token_hex(16)).encode())
+    if not stored:
+        persist(lambda: (Location.open(store.url) / RUN_ID).write(path.read_bytes()))
+
+
+def upload_last_records(store: Store, folder: Path) -> None:
+    """Upload what a run has written after its last checkpoint. A failure is logged: the checkpoint is there."""
+    try:
+        Uploader(store, rank=0, writers=1).upload_records(folder)
+    except StoreError as error:
+        log.warning("the last records of the run are on local disk alone: %s", error)
 
 
 def choose_newer(run: StoredRun, folder: Path, damaged: Collection[str] = ()) -> str:
     """Return the name of the newest sound checkpoint in the store. Empty = local disk is as new, or newer.
 
-    `folder`: the run's folder. `damaged`: names that turned out to be damaged. Raises RunError when the disk of the
+    `folder`: the run's folder. `damaged`: names that turned out to be damaged. Raises StoreError when the disk of the
     folder has too little room, DamagedCheckpoint when nothing but damaged checkpoints is there.
     """
     local = [saved.step for saved in checkpoint_folder.list_checkpoints(folder / CHECKPOINTS) if not saved.problem]
-    for stored in reversed(run.list_checkpoints()):
+    for stored in run.newest_first():
         if local and stored.step <= max(local):
             break
-        if stored.name in damaged:
-            continue
-        if problem := run.find_problem(stored.name):
-            log.warning("passed over: checkpoint %s: %s", run.checkpoints / stored.name, problem)
-            continue
-        free = free_bytes(folder)
-        if free is not None and free < stored.size_bytes:
-            raise RunError(
-                f"{argument('run', folder)}: its disk has {gib(free)} free, and the checkpoint of step {stored.step} "
-                f"in {run.location} takes {gib(stored.size_bytes)}: free some space, or choose another "
-                f"{argument('run')}"
-            )
-        return stored.name
+        if stored.name not in damaged:
+            check_room(folder, stored.size_bytes, run.checkpoints / stored.name)
+            return stored.name
     if damaged and not local:
         raise DamagedCheckpoint(
             f"no checkpoint of {run.location} can be used: see `meshwright runs {run.location} --verify`"

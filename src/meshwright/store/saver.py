@@ -226,30 +226,29 @@ class Saver:
     def _write(self, *, last: bool, step: int, group: dist.ProcessGroup | None, **settings: Any) -> Path:
         """Save, then begin the upload that rank 0 decides on. All ranks call this, perhaps in their threads."""
         mirror = self.mirror
-        if mirror is None:
-            return checkpoint.save(self.folder, step=step, group=group, **settings)
-        path = checkpoint.save(self.folder, step=step, group=group, uploading=lambda: mirror.step, **settings)
-        name = mirror.choose(step, last=last) if mirror.rank == 0 else ""
-        if mirror.writers > 1:
-            name = broadcast_object(0, name, group)
-        if name:
-            mirror.begin(step, path, name)
+        uploading = (lambda: None) if mirror is None else lambda: mirror.step
+        path = checkpoint.save(self.folder, step=step, group=group, uploading=uploading, **settings)
+        self._upload(step, path, group, last=last)
         return path
 
     def upload_resumed(self, step: int, stored_step: int | None) -> None:
         """Upload the local checkpoint of a step unless the store has it, as after a failed upload. All ranks together.
 
-        `stored_step`: newest step in the store when the process began, on rank 0. None = it had none. The store is not
-        asked again: its library draws from Python's random generator, whose state is restored by now.
+        `stored_step`: newest step in the store when the process began, on rank 0. None = it had none.
         """
-        path, mirror = self.folder / f"step-{step:06d}", self.mirror
-        if mirror is None:
+        path = self.folder / f"step-{step:06d}"
+        is_missing = path.is_dir() and (stored_step is None or stored_step < step)
+        self._upload(step, path, None if self.group is None else self.group.process_group, is_missing=is_missing)
+
+    def _upload(
+        self, step: int, path: Path, group: dist.ProcessGroup | None, *, last: bool = False, is_missing: bool = True
+    ) -> None:
+        """Begin an upload if rank 0 decides so. `is_missing`: the store lacks the checkpoint, on rank 0."""
+        if (mirror := self.mirror) is None:
             return
-        name = ""
-        if mirror.rank == 0 and path.is_dir() and (stored_step is None or stored_step < step):
-            name = mirror.choose(step, last=False)
+        name = mirror.choose(step, last=last) if mirror.rank == 0 and is_missing else ""
         if mirror.writers > 1:
-            name = broadcast_object(0, name, None if self.group is None else self.group.process_group)
+            name = broadcast_object(0, name, group)
         if name:
             mirror.begin(step, path, name)
 
@@ -286,6 +285,8 @@ class Saver:
             log.warning("%s", error)
 
     def __enter__(self) -> "Saver":
+        if self.mirror is not None:
+            self.mirror.start()
         return self
 
     def __exit__(
@@ -295,10 +296,13 @@ class Saver:
             try:
                 self.wait()
                 if self.mirror is not None:
-                    self.mirror.close()
+                    self.mirror.wait()
             finally:
                 if self.mirror is not None:
                     self.mirror.abandon()
+            if self.mirror is not None and self.mirror.error is not None:
+                # The store has an older state than this disk.
+                raise self.mirror.error
             return
         if self._flight is not None and not issubclass(kind, Exception):
             self._flight.ended.set()  # second Ctrl-C: abandon the save now

@@ -5,7 +5,7 @@ Each of these can still refuse.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +60,11 @@ def check_resume(plan: Plan, resume: str) -> int | None:
     if resume == "no":
         RunFolder(path=Path(plan.run), plan=plan).refuse_taken()
     checkpoint_folder.check_resume(resume)
-    stored_step = _check_store(plan, resume)
+    stored_step = None
+    if plan.store.url:
+        from meshwright.store.mirror import check_store
+
+        stored_step = check_store(plan.store, resume, Path(plan.run))
     # Only a run that begins reads first weights; adapters need their base every time.
     fresh = resume == "no" or (
         resume == "auto"
@@ -71,15 +75,6 @@ def check_resume(plan: Plan, resume: str) -> int | None:
         check_weights(plan)
     check_teacher(plan)
     return stored_step
-
-
-def _check_store(plan: Plan, resume: str) -> int | None:
-    """Return the newest step in the plan's store. It is refused here if it cannot be used."""
-    if not plan.store.url:
-        return None
-    from meshwright.store.mirror import check_store
-
-    return check_store(plan.store, resume)
 
 
 def check_resumed(plan: Plan, corpus: Corpus, checkpoint_path: Path) -> None:
@@ -202,7 +197,7 @@ def open_job(
     stored_step = rank_zero.run(lambda: check_resume(plan, resume))
     if plan.store.url and not rank_zero.is_here:
         # Every rank uploads, and machines may differ in credentials and installed libraries.
-        _check_store(plan, "auto")
+        _open_store(plan.store.url).location.refuse_unwritable("store.url")
 
     device = devices.pick_device()
     # From one rank to all: machines of a mixed cluster would plan for different devices.
@@ -304,57 +299,55 @@ def fetch_newest(job: Job, run: Path) -> None:
     """Bring the newest checkpoint of the plan's store to local disk, unless that has one as new. All ranks together."""
     if not job.plan.store.url or job.resume != "auto":
         return
-    from meshwright.remote.locations import Location
-    from meshwright.store.mirror import StoredRun, choose_newer
+    from meshwright.store.mirror import choose_newer
 
-    stored = StoredRun(Location.open(job.plan.store.url))
-
+    stored = _open_store(job.plan.store.url)
     damaged: list[str] = []
 
-    def choose() -> str:
+    def take_lock() -> RunLock:
         run.mkdir(parents=True, exist_ok=True)
-        # Another process may train here: it is refused before anything is written.
-        lock = RunLock.take(run)
-        try:
-            if name := choose_newer(stored, run, damaged):
-                stored.fetch_records(run)
-        finally:
-            lock.release()
+        return RunLock.take(run)
+
+    def choose() -> str:
+        if name := choose_newer(stored, run, damaged):
+            stored.fetch_records(run)
         return name
 
-    while name := job.rank_zero.broadcast(choose):
-        try:
-            path = _fetch(job, stored, name, run / "checkpoints")
-        except DamagedCheckpoint as error:
-            if job.rank_zero.is_here:
-                log.warning("passed over: %s", error)
-            damaged.append(name)
-            continue
-        job.add_lines(("resume", f"{path.name} was fetched from {stored.location}"))
-        return
+    # Another process may train here: it is refused before anything is written, and until the checkpoint is there.
+    lock = job.rank_zero.run(take_lock)
+    try:
+        while name := job.rank_zero.broadcast(choose):
+            try:
+                path = _fetch(job, stored, name, run / "checkpoints")
+            except DamagedCheckpoint as error:
+                if job.rank_zero.is_here:
+                    log.warning("passed over: %s", error)
+                damaged.append(name)
+                continue
+            job.add_lines(("resume", f"{path.name} was fetched from {stored.location}"))
+            return
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def repair_from_store(job: Job, path: Path) -> bool:
     """Replace a damaged local checkpoint by that of the store. All ranks together. Returns whether there was one."""
     if not job.plan.store.url:
         return False
+    stored = _open_store(job.plan.store.url)
+    for name in job.rank_zero.broadcast(lambda: stored.find_copies(path)):
+        with suppress(CheckpointError):
+            _fetch(job, stored, name, path.parent)
+            return True
+    return False
+
+
+def _open_store(url: str) -> "StoredRun":
     from meshwright.remote.locations import Location
     from meshwright.store.mirror import StoredRun
 
-    stored = StoredRun(Location.open(job.plan.store.url))
-
-    def find_copy() -> str:
-        names = [entry.name for entry in stored.list_checkpoints() if f"step-{entry.step:06d}" == path.name]
-        return names[-1] if names and not stored.find_problem(names[-1]) else ""
-
-    name = job.rank_zero.broadcast(find_copy)
-    if not name:
-        return False
-    try:
-        _fetch(job, stored, name, path.parent)
-    except CheckpointError:
-        return False
-    return True
+    return StoredRun(Location.open(url))
 
 
 def _fetch(job: Job, stored: "StoredRun", name: str, checkpoints: Path) -> Path:
@@ -363,7 +356,7 @@ def _fetch(job: Job, stored: "StoredRun", name: str, checkpoints: Path) -> Path:
 
     def fetch_part() -> Path:
         try:
-            return stored.fetch(name, checkpoints, (world.index, world.size))
+            return stored.fetch(name, checkpoints, (world.index, world.size), job.pulse.piece_begun)
         except StoreError as error:
             raise (DamagedCheckpoint if error.is_damage else CheckpointError)(str(error)) from None
 

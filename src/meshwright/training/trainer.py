@@ -107,7 +107,7 @@ class Trainer:
         )
 
     def _open_mirror(self) -> "Mirror | None":
-        """Start the upload of checkpoints. None = the plan has no store."""
+        """Return the upload of checkpoints, which begins with the saver. None = the plan has no store."""
         if not self.plan.store.url:
             return None
         from meshwright.store.mirror import Mirror
@@ -131,6 +131,11 @@ class Trainer:
             write_document(self.folder.dry_run, self.job.forecast.dry_run)
         # Watchers come before the first step: a service that cannot be reached ends the run here.
         self._notify("started", self._describe_run())
+        if self.plan.store.url:
+            from meshwright.store.mirror import claim_store
+
+            # Only now: the folder of a run that was refused goes away, and its store would have no owner.
+            self.job.rank_zero.run(lambda: claim_store(self.plan.store, self.job.resume, self.folder.path))
         self.state.engine.train()
         # Signals reach ranks at different times, so all must agree on the step after which they stop.
         self._stop = StopAgreement(self.state.engine.mesh["world"], self.device, stop, self.saver)
@@ -376,6 +381,10 @@ class Trainer:
             bits = progress.eval_loss / math.log(2) / validation.bytes_per_token
         stopped = SIGNALS.get(self._stop.agreed or "", "done")
         self._session.close(stopped)
+        if self.is_rank_zero and self.plan.store.url:
+            from meshwright.store.mirror import upload_last_records
+
+            upload_last_records(self.plan.store, self.folder.path)
         summary = Summary(
             step=progress.step,
             steps=self.plan.recipe.steps,

@@ -303,7 +303,7 @@ class _UnitEncoder:
     def _store(self, files: list[Path]) -> None:
         target = self.location / "shards"
         if target.local is None:
-            upload([(file, target / file.name) for file in files])
+            upload([(file, target / file.name, "") for file in files])
             return
         target.local.mkdir(exist_ok=True)
         for file in files:

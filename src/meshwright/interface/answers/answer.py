@@ -129,12 +129,15 @@ Place = str | Path | HasRun
 """A run: its folder, or an answer about it."""
 
 
-def folder_of(run: Place) -> Path:
-    """Return the folder of a run or a model. A name of the hub stands for its folder in the cache."""
+def folder_of(run: Place, checkpoint: str = "last") -> Path:
+    """Return the folder of a run or a model. A name of the hub stands for its folder in the cache.
+
+    `checkpoint`: which one is copied of a run behind a URL.
+    """
     if is_url(run):
         from meshwright.store.local_copies import copy_to_cache
 
-        return copy_to_cache(str(run))
+        return copy_to_cache(str(run), checkpoint)
     path = Path(run.run if isinstance(run, HasRun) else run)
     if path.exists():
         return path

@@ -51,7 +51,7 @@ def load(path: Place, dtype: str | None = AUTO, *, checkpoint: str = LAST) -> Tr
         RunError: The path is neither a run nor a model.
         CheckpointError, HubError: It is damaged.
     """
-    return opened(folder_of(path), dtype, checkpoint, _allocate_whole)
+    return opened(folder_of(path, checkpoint), dtype, checkpoint, _allocate_whole)
 
 
 def opened(path: Path, dtype: str | None, checkpoint: str, allocate: Allocate) -> TrainedModel:

@@ -61,8 +61,8 @@ CHAT_FORMATS: Final = {
 
 ROLES = ("system", "user", "assistant", "tool")
 """Speakers of a conversation."""
-URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-"""Start of a URL."""
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+"""Start of a URL, with its scheme."""
 RANDOM = "random"
 """Value of `Plan.init` for a run with random initial weights."""
 

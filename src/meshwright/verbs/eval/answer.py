@@ -232,7 +232,7 @@ def evaluate(
         PlanError: The extra `eval` is not installed.
     """
     task_paths = [str(tasks)] if isinstance(tasks, str | Path) else [str(task) for task in tasks]
-    path, other = folder_of(model), None if against is None else folder_of(against)
+    path, other = folder_of(model, checkpoint), None if against is None else folder_of(against)
     configs = check_request(
         path, tasks=task_paths, against=other, adapters=adapters, data=data, dtype=dtype, sequences=sequences,
         limit=limit, shots=shots, checkpoint=checkpoint,

@@ -1,7 +1,6 @@
 """Checkpoints of one or many runs, on disk or behind a URL, without torch."""
 
 import hashlib
-import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -10,17 +9,16 @@ from typing import Any
 
 from meshwright.interface.answers.answer import Answer, checked
 from meshwright.interface.answers.markup import table
-from meshwright.remote.locations import Location, is_url
-from meshwright.remote.transfer import PIECE_BYTES, THREADS, persist
+from meshwright.remote.locations import Location, is_url, reporting
+from meshwright.remote.transfer import THREADS, persist
 from meshwright.spec.errors import ArgumentError, CheckpointError, RunError
 from meshwright.spec.units import gib, many
 from meshwright.store import checkpoint_folder
-from meshwright.store.checkpoint_folder import Commit
+from meshwright.store.checkpoint_folder import COMMIT, Commit
 from meshwright.store.mirror import CHECKPOINTS, StoredRun
 from meshwright.store.run_folder import RunLock
 
 HEAD = ("step", "held-out loss", "size", "state")
-_COMMIT = re.compile(rf"(?:(.*)/)?{CHECKPOINTS}/step-\d+-[0-9a-f]{{8}}/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,9 +150,8 @@ def _local_damage(path: Path) -> str:
 
 def _stored_names(where: str) -> list[str]:
     location = Location.open(where)
-    matches = (_COMMIT.match(file.name) for file in persist(location.list_files))
-    below = {match[1] or "" for match in matches if match}
-    return sorted(f"{location.url}/{name}".rstrip("/") for name in below)
+    files = [f"{location.url}/{file.name}" for file in persist(location.list_files)]
+    return sorted({file.rpartition(f"/{CHECKPOINTS}/")[0] for file in files if file.endswith(f"/{COMMIT}")} - {""})
 
 
 def _list_stored(run: str, verify: bool, prune: int | None, removed: list[str]) -> list[ListedCheckpoint]:
@@ -163,16 +160,16 @@ def _list_stored(run: str, verify: bool, prune: int | None, removed: list[str]) 
         removed += [str(stored.checkpoints / name) for name in stored.prune(prune)]
     listed = []
     for entry in stored.list_checkpoints():
-        problem, score, size_bytes = stored.find_problem(entry.name), None, entry.size_bytes
-        if not problem:
-            commit = stored.read_commit(entry.name)
-            score, size_bytes = commit.score, commit.size_bytes
-            problem = _stored_damage(stored.checkpoints / entry.name, commit) if verify else ""
+        problem = stored.find_problem(entry.name)
+        commit = None if problem else stored.read_commit(entry.name)
+        if commit is not None and verify:
+            problem = _stored_damage(stored.checkpoints / entry.name, commit)
         listed.append(
             ListedCheckpoint(
-                run=run, name=entry.name, step=entry.step, score=score, size_bytes=size_bytes, problem=problem
+                run=run, name=entry.name, step=entry.step, score=commit.score if commit else None,
+                size_bytes=commit.size_bytes if commit else entry.size_bytes, problem=problem,
             )
-        )
+        )  # fmt: skip
     return listed
 
 
@@ -180,11 +177,8 @@ def _stored_damage(folder: Location, commit: Commit) -> str:
     """Read every file of a stored checkpoint, several at once, and return what differs. Nothing goes to disk."""
 
     def digest(name: str) -> str:
-        sha256 = hashlib.sha256()
-        with (folder / name).reporting(), (folder / name).open_file() as stream:
-            while piece := stream.read(PIECE_BYTES):
-                sha256.update(piece)
-        return sha256.hexdigest()
+        with reporting(folder.url), (folder / name).open_file() as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
 
     with ThreadPoolExecutor(THREADS) as pool:
         digests = list(pool.map(lambda file: persist(lambda: digest(file.name)), commit.files))

@@ -94,7 +94,7 @@ def sharded_model(
     path: Place, *, tp: int, ep: int = 1, dtype: str | None = "auto", checkpoint: str = LAST
 ) -> Iterator[TrainedModel | None]:
     """Open the first rank's part of a model, for an engine only; None on other ranks. As `sharded_engine`."""
-    task = _Task(path=folder_of(path), dtype=dtype, checkpoint=checkpoint, layout=_layout(tp, ep))
+    task = _Task(path=folder_of(path, checkpoint), dtype=dtype, checkpoint=checkpoint, layout=_layout(tp, ep))
     _check(task)
     if dist.is_initialized():
         if dist.get_world_size() != tp:

@@ -1,0 +1,104 @@
+"""Copies to and from URLs: in bad weather, on a full disk, with leftovers, and beside a training run."""
+
+import errno
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.remote import transfer
+from meshwright.remote.locations import Location
+from meshwright.spec.errors import StoreError
+from tests.remote import object_store
+from tests.remote.object_store import Weather
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Weather]:
+    with object_store.serve() as (address, weather):
+        patch = pytest.MonkeyPatch()
+        object_store.use(patch, address)
+        object_store.make_bucket(address)
+        yield weather
+        patch.undo()
+
+
+@pytest.fixture
+def folder(server: Weather, request: pytest.FixtureRequest) -> Location:
+    server.share = 0.0
+    return Location.open(f"s3://{object_store.BUCKET}/{request.node.name}")
+
+
+@pytest.mark.parametrize("mode", ["legacy", "standard"])
+def test_failing_requests_leave_the_global_random_generator_alone(
+    mode: str, server: Weather, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state is part of a checkpoint, and shards are fetched in a training process."""
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setenv("AWS_RETRY_MODE", mode)
+    folder = Location.open(f"s3://{object_store.BUCKET}/random-{mode}")
+    names = [str(number) for number in range(20)]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    server.share, before, state = 0.2, server.failures, random.getstate()
+    transfer.upload([(tmp_path / name, folder / name, "") for name in names])
+    transfer.download([(folder / name, tmp_path / f"{name}.copy", "") for name in names])
+    transfer.persist(folder.list_files)
+    server.share = 0.0
+    assert server.failures - before > 5, "the weather was fine"
+    assert random.getstate() == state
+
+
+def test_repetitions_end_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(transfer, "LONGEST_S", 0.0)
+    attempts = []
+
+    def work() -> None:
+        attempts.append(1)
+        raise StoreError("later")
+
+    with pytest.raises(StoreError, match="later"):
+        transfer.persist(work)
+    assert len(attempts) == 2
+
+
+def test_a_full_disk_is_named_at_once(folder: Location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def fill(*words: Any, **options: Any) -> None:
+        calls.append(1)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (folder / "a").write(b"a")
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.filesystem, "get_file", fill)
+        with pytest.raises(StoreError, match=r"machine \(No space left on device\): free some space there"):
+            transfer.download([(folder / "a", tmp_path / "a", "")])
+        assert len(calls) == 1
+    monkeypatch.setattr(os, "fsync", fill)
+    with pytest.raises(StoreError, match=r"/a cannot be written: No space left on device; free some space"):
+        transfer.download([(folder / "a", tmp_path / "a", "")])
+
+
+def test_parts_of_a_killed_process_are_removed(folder: Location, tmp_path: Path) -> None:
+    (folder / "a").write(b"a")
+    for name, age_s in (("old", 2 * transfer.LEFTOVER_S), ("fresh", 0.0)):
+        (tmp_path / f".{name}.1-1.part").touch()
+        changed_s = (tmp_path / f".{name}.1-1.part").stat().st_mtime - age_s
+        os.utime(tmp_path / f".{name}.1-1.part", (changed_s, changed_s))
+    transfer.download([(folder / "a", tmp_path / "a", "")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".fresh.1-1.part", "a"]
+
+
+def test_a_long_download_reports_each_piece(folder: Location, tmp_path: Path) -> None:
+    (folder / "a").write(bytes(20 * 2**20))
+    pieces = []
+    transfer.download([(folder / "a", tmp_path / "a", "")], lambda: pieces.append(1))
+    assert len(pieces) > 1
