@@ -21,7 +21,6 @@ def server() -> Iterator[Weather]:
     with object_store.serve() as (address, weather):
         patch = pytest.MonkeyPatch()
         object_store.use(patch, address)
-        object_store.make_bucket(address)
         yield weather
         patch.undo()
 

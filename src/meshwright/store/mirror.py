@@ -56,6 +56,8 @@ from meshwright.store.mirror import serve_uploads
 serve_uploads(*sys.argv[1:])
 """
 """Program of the process beside a rank. It has the same package as here, whatever the current folder holds."""
+RECORDS = frozenset({"plan.yaml", "metrics.jsonl"})
+"""Files without which a run cannot go on."""
 NOT_MIRRORED = ("loss.png",)
 """Files of a run folder that stay on their machine, beside hidden ones: a picture is drawn again."""
 
@@ -391,6 +393,9 @@ class Uploader:
         """Upload the files of the run folder that have changed since."""
         files = [file for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")]
         changed = {f.name: (f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.name not in NOT_MIRRORED}
+        # While a folder is being removed, a checkpoint without its metrics would be resumed with a curve cut short.
+        if missing := RECORDS - changed.keys():
+            raise StoreError(f"{folder / min(missing)} is gone: the run folder was removed while the run used it")
         names = [name for name, version in sorted(changed.items()) if self._uploaded.get(name) != version]
         upload([(folder / name, self.run.location / name, "") for name in names], self._throttle)
         self._uploaded |= {name: changed[name] for name in names}

@@ -265,7 +265,7 @@ class _Runs:
 
 def _read(stream: IO[str], log: Path, said: list[tuple[float, str]]) -> None:
     """Copy a stream into a file, and note when each line of ours came."""
-    with log.open("a", encoding="utf-8") as file:
+    with stream, log.open("a", encoding="utf-8") as file:
         for line in stream:
             file.write(line)
             file.flush()

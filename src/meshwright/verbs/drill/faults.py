@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,10 @@ class Fault:
     steps: int = 1
     """Steps in which it happens."""
     launcher: signal.Signals | None = None
-    """Signal that the launcher gets at the same time."""
+    """Signal that the launcher gets at the same time. The act gives it time to arrive."""
     weather: str = ""
     """What the object store does during the whole run. Empty = the run has none."""
     rank: int = 1
-    is_restarted: bool = True
 
 
 def die(passed: Passed, run: Path) -> None:
@@ -100,10 +100,6 @@ def wipe(passed: Passed, run: Path) -> None:
     die(passed, run)
 
 
-def nothing(passed: Passed, run: Path) -> None:
-    """Leave this rank as it is: the launcher is disturbed."""
-
-
 DIED = r"rank \d+.* died without a word|has been silent|lost the others"
 FAULTS = (
     Fault(name="kill", what="a rank is killed (SIGKILL)", says=DIED, act=die),
@@ -114,14 +110,15 @@ FAULTS = (
     Fault(name="disk", what="the disk refuses a checkpoint", says="checkpoint", act=fill_disk),
     Fault(name="damage", what="the newest checkpoint is damaged", says="passed over|damaged", act=damage, rank=0),
     Fault(
-        name="slow", what="a rank is slow", says=r"rank \d+.* is slow", act=delay, steps=SLOW_STEPS, is_restarted=False
+        name="slow", what="a rank is slow", says=r"rank \d+.* is slow", act=delay, steps=SLOW_STEPS
     ),
     Fault(
         name="launcher", what="the launcher is killed (SIGKILL)", says="launcher's store does not answer|" + DIED,
-        act=nothing, launcher=signal.SIGKILL,
+        act=delay, steps=SLOW_STEPS, launcher=signal.SIGKILL,
     ),
     Fault(
-        name="preempt", what="the machines are taken back (SIGTERM)", says="", act=nothing, launcher=signal.SIGTERM
+        name="preempt", what="the machines are taken back (SIGTERM)", says="", act=delay, steps=SLOW_STEPS,
+        launcher=signal.SIGTERM,
     ),
     Fault(
         name="store-errors", what="a fifth of the store's answers are errors, then the disk is lost", says=DIED,
@@ -135,8 +132,8 @@ FAULTS = (
 def disturb(fault: Fault, step: int, mark: Path, run: Path) -> None:
     """Let this process have a fault in the forward pass of a step and those after it. `mark`: written at the first."""
     from meshwright.model import Transformer
-    from meshwright.training import trainer
 
+    trainer: Any = import_module("meshwright.training.trainer")
     stage, train_step = Transformer.stage, trainer.train_step
     steps = [0]
 
@@ -151,7 +148,8 @@ def disturb(fault: Fault, step: int, mark: Path, run: Path) -> None:
         steps[0] += 1
         return train_step(*args, **passed)
 
-    Transformer.stage, trainer.train_step = disturbed, counted  # type: ignore[method-assign]
+    trainer.train_step = counted
+    Transformer.stage = disturbed  # type: ignore[method-assign, assignment]
 
 
 def main() -> int:
