@@ -14,7 +14,7 @@ from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog
 from meshwright.verbs.main import main
 from tests.verbs import toy
-from tests.verbs.faults import ClosedStdout, In, SlowToEnd
+from tests.verbs.faults import ClosedStdout, Garbage, In, SlowToEnd
 from tests.verbs.launched import Ended, launch, new_store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,6 +127,25 @@ def test_a_restart_with_fewer_ranks_goes_on(texts: Path, tmp_path: Path) -> None
     assert main(words(texts, tmp_path / "whole", "recipe.steps=8", "layout.zero=0")) == 0
     resumed, right = (losses(folder) for folder in (run, tmp_path / "whole"))
     assert len(right) == 8 and resumed == pytest.approx(right, rel=1e-5)
+
+
+@pytest.mark.long
+def test_all_ranks_go_back_before_a_spike_of_the_loss(texts: Path, tmp_path: Path) -> None:
+    """With the weights sharded and saves in the background; the curve is that of one device."""
+    garbage = Garbage((range(25 * 4, 32 * 4),))
+    asked = ["recipe.steps=40", "recipe.checkpoint_every=4", "recipe.keep_last=3", "recipe.rollback_spikes=1"]
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    ended = launch(2, words(texts, run, *asked, "layout.dp_shard=2", "layout.zero=3"), tmp_path, fault=garbage)
+    assert ended.codes == [0, 0]
+    line = "since step 26: back to step-000024, and 24 rows are skipped (rollback 1 of at most 1)\n"
+    assert ended.errors.count("\n") == 1 and ended.errors.endswith(line)
+    launch(1, words(texts, alone, *asked, "layout.zero=0"), tmp_path / "one", fault=garbage)
+    rolled_back = [
+        [row for row in MetricsLog.read(folder / "metrics.jsonl") if row.get("kind") == "rollback"]
+        for folder in (run, alone)
+    ]
+    assert rolled_back[0] == rolled_back[1] and len(rolled_back[0]) == 1
+    assert len(losses(alone)) == 40 and losses(run) == pytest.approx(losses(alone), rel=1e-4)
 
 
 @pytest.mark.slow
