@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.observe.compare.finished_run import goodput_document, open_run
 from meshwright.spec import Plan, Recipe
 from meshwright.spec.errors import NonFiniteLoss, PlanError
 from meshwright.store import checkpoint, checkpoint_folder
@@ -132,6 +133,8 @@ def test_after_a_rollback_it_is_a_run_from_that_checkpoint_with_later_data(
     account = summary.goodput
     assert account is not None and (account.processes, account.interruptions, account.steps) == (1, 0, 40)
     assert account.lost_seconds > 0 and account.idle_seconds == 0
+    document = goodput_document(open_run(tmp_path / "run"))
+    assert document is not None and document["words"].endswith("; 1 rollback before spikes (step 26)")
 
 
 class CrashedAgain(Crashed):

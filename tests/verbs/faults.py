@@ -48,6 +48,29 @@ class In:
 
 
 @dataclass(frozen=True, slots=True)
+class Slow:
+    """In each forward pass rank `bad` sleeps; windows in which work is compared are short on all ranks."""
+
+    seconds: float
+    bad: int = BAD
+    window_s: float = 0.8
+
+    def __call__(self, rank: int) -> None:
+        from meshwright.model import Transformer
+        from meshwright.parallel.health import slow_ranks, watchdog
+
+        slow_ranks.WINDOW_S, watchdog.BEAT_S = self.window_s, 0.2
+        stage = Transformer.stage
+
+        def slowly(model: Any, *args: Any, **named: Any) -> Any:
+            time.sleep(self.seconds)
+            return stage(model, *args, **named)
+
+        if rank == self.bad and self.seconds:
+            Transformer.stage = slowly  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True, slots=True)
 class SlowToEnd:
     """Rank `bad` takes its time to leave the process group, after all its work."""
 

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,8 @@ from meshwright.training.step.spikes import Spike
 from meshwright.training.step.state import TrainState
 from meshwright.training.step.step import train_step
 from meshwright.training.step.watch import (
+    ROLLBACK,
+    SLOW_RANK,
     EvalMetrics,
     RunInfo,
     SessionLog,
@@ -102,6 +104,9 @@ class Trainer:
     def __post_init__(self) -> None:
         self.plan, self.device, self.pulse = self.job.plan, self.job.device, self.job.pulse
         self.late = reads_late(self.device)
+        mesh = self.state.engine.mesh
+        # Stages have other layers, and ranks of a group of experts get as many tokens as the text sends them.
+        self.pulse.role = f"stage {mesh['pp'].index}, experts {mesh['ep'].index}"
         self.ledger = StepLedger(self.state, self.task.objective)
         self.samples = RunSamples(self.plan, self.corpus, self.folder)
         self.saver = Saver(
@@ -283,6 +288,10 @@ class Trainer:
         if recipe.rollback_spikes and pending.step > recipe.warmup_steps:
             self._spike = self.state.spikes.judge(pending.step, metrics.loss) or self._spike
         log.append(numbers(metrics))
+        while self.pulse.slow_ranks:
+            slow = self.pulse.slow_ranks.popleft()
+            self._warn(str(slow))
+            log.append({"step": pending.step, "kind": SLOW_RANK, **asdict(slow)})
         if _due(pending.step, recipe.log_every, recipe.steps) or metrics.skipped in ("non-finite", "spike"):
             self._notify("stepped", metrics)
 
@@ -362,7 +371,7 @@ class Trainer:
                 records.truncate_to(step)
         # Counted as a part of the next step: a run that resumes from this checkpoint drops it, and writes it again.
         log.append(
-            {"step": step + 1, "kind": "rollback", "begun": spike.begun, "ended": abandoned.step,
+            {"step": step + 1, "kind": ROLLBACK, "begun": spike.begun, "ended": abandoned.step,
              "skipped_rows": skipped, "rollbacks": rollbacks}
         )  # fmt: skip
         self._warn(

@@ -168,6 +168,8 @@ PARTS = ("start", "steps", "data", "evaluation", "save", "other")
 """Parts of a process's time. `other` follows the last step: the plot, the ledger."""
 ACCOUNT_BYTES = 512
 """Length of a line of goodput.jsonl. It lies within one page, so no kill tears it."""
+ROLLBACK, SLOW_RANK = "rollback", "slow rank"
+"""Kinds of records in metrics.jsonl, beside steps and evaluations."""
 ROLLED_BACK = "rolled back"
 """`stopped` of a line that ends where a process goes back to an earlier checkpoint, and begins another line."""
 
