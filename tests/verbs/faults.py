@@ -48,6 +48,29 @@ class In:
 
 
 @dataclass(frozen=True, slots=True)
+class Slow:
+    """In each forward pass rank `bad` sleeps; windows in which work is compared are short on all ranks."""
+
+    seconds: float
+    bad: int = BAD
+    window_s: float = 0.8
+
+    def __call__(self, rank: int) -> None:
+        from meshwright.model import Transformer
+        from meshwright.parallel.health import slow_ranks, watchdog
+
+        slow_ranks.WINDOW_S, watchdog.BEAT_S = self.window_s, 0.2
+        stage = Transformer.stage
+
+        def slowly(model: Any, *args: Any, **named: Any) -> Any:
+            time.sleep(self.seconds)
+            return stage(model, *args, **named)
+
+        if rank == self.bad and self.seconds:
+            Transformer.stage = slowly  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True, slots=True)
 class SlowToEnd:
     """Rank `bad` takes its time to leave the process group, after all its work."""
 
@@ -78,6 +101,33 @@ class ClosedStdout:
             read, write = os.pipe()
             os.dup2(write, 1)
             os.close(read)
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """Other tokens in some rows of the data, by their numbers, on every rank; and few steps tell a spike."""
+
+    spans: tuple[range, ...]
+    steps: int = 6
+
+    def __call__(self, rank: int) -> None:
+        import torch
+
+        from meshwright.training.step import spikes
+        from meshwright.training.step.batches import PackedRows
+
+        take = PackedRows.take
+
+        def spoiled(rows: Any, cursor: int, count: int, *more: Any) -> Any:
+            batch = take(rows, cursor, count, *more)
+            for row in range(count):
+                if any(cursor + row in span for span in self.spans):
+                    for stream in (batch.tokens, batch.targets):
+                        stream[row] = torch.where(stream[row] >= 0, 255 - stream[row] * 7 % 256, stream[row])
+            return batch
+
+        PackedRows.take = spoiled  # type: ignore[method-assign]
+        spikes.ENOUGH_STEPS, spikes.HISTORY_STEPS, spikes.DEVIATIONS = self.steps, 8, 4.0
 
 
 def die(named: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog
 from meshwright.verbs.main import main
 from tests.verbs import toy
-from tests.verbs.faults import ClosedStdout, In, SlowToEnd
+from tests.verbs.faults import ClosedStdout, Garbage, In, Slow, SlowToEnd
 from tests.verbs.launched import Ended, launch, new_store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,6 +127,52 @@ def test_a_restart_with_fewer_ranks_goes_on(texts: Path, tmp_path: Path) -> None
     assert main(words(texts, tmp_path / "whole", "recipe.steps=8", "layout.zero=0")) == 0
     resumed, right = (losses(folder) for folder in (run, tmp_path / "whole"))
     assert len(right) == 8 and resumed == pytest.approx(right, rel=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("seconds", "layout"),
+    [(0.05, "dp_shard=2"), (0.05, "tp=2"), (0.0, "dp_shard=2"), (0.05, "pp=2")],
+)
+def test_a_rank_that_is_slow_is_named_and_the_run_goes_on(
+    texts: Path, tmp_path: Path, seconds: float, layout: str
+) -> None:
+    """50 ms more in each forward pass. Without it nobody is, nor is one of two stages, which do unequal work."""
+    run = tmp_path / "run"
+    asked = ["recipe.steps=60" if seconds else "recipe.steps=200", f"layout.{layout}", "layout.micro_batch=2"]
+    ended = launch(2, words(texts, run, *asked, "layout.zero=0"), tmp_path, fault=Slow(seconds))
+    assert ended.codes == [0, 0], ended.errors
+    records = [row for row in MetricsLog.read(run / "metrics.jsonl") if row.get("kind") == "slow rank"]
+    if not seconds or layout == "pp=2":
+        assert not ended.errors and not records
+        return
+    assert re.fullmatch(
+        r"rank 1 is slow: its steps take \d+\.\d times the median's work \(\d+ ms against \d+ ms\) for \d+ steps; all "
+        r"ranks wait for it\n",
+        ended.errors,
+    )
+    [record] = records
+    assert record["rank"] == 1 and record["steps"] >= 30
+    assert record["work_s"] - record["median_s"] > 0.04
+
+
+@pytest.mark.long
+def test_all_ranks_go_back_before_a_spike_of_the_loss(texts: Path, tmp_path: Path) -> None:
+    """With the weights sharded and saves in the background; the curve is that of one device."""
+    garbage = Garbage((range(25 * 4, 32 * 4),))
+    asked = ["recipe.steps=40", "recipe.checkpoint_every=4", "recipe.keep_last=3", "recipe.rollback_spikes=1"]
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    ended = launch(2, words(texts, run, *asked, "layout.dp_shard=2", "layout.zero=3"), tmp_path, fault=garbage)
+    assert ended.codes == [0, 0], ended.errors
+    line = "since step 26: back to step-000024, and 24 rows are skipped (rollback 1 of at most 1)\n"
+    assert ended.errors.count("\n") == 1 and ended.errors.endswith(line)
+    launch(1, words(texts, alone, *asked, "layout.zero=0"), tmp_path / "one", fault=garbage)
+    rolled_back = [
+        [row for row in MetricsLog.read(folder / "metrics.jsonl") if row.get("kind") == "rollback"]
+        for folder in (run, alone)
+    ]
+    assert rolled_back[0] == rolled_back[1] and len(rolled_back[0]) == 1
+    assert len(losses(alone)) == 40 and losses(run) == pytest.approx(losses(alone), rel=1e-4)
 
 
 @pytest.mark.slow

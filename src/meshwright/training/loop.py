@@ -244,9 +244,7 @@ def load_checkpoint(state: TrainState, folder: RunFolder, checkpoint_path: Path)
         checkpoint.load(checkpoint_path, weights, verified=True)
         state.take_weights(weights)
         return
-    tensors = state.tensors()
-    checkpoint.load(checkpoint_path, tensors, verified=True)
-    state.restore(tensors, checkpoint.read_values(checkpoint_path))
+    state.load(checkpoint_path)
     if state.engine.mesh.rank == 0:
         # Records of steps after the checkpoint belong to a course of training that is abandoned.
         for path in (folder.metrics, folder.samples):

@@ -47,10 +47,10 @@ class Smoothed:
 def loss_plot(metrics: Sequence[Row], path: Path, *, title: str = "", bytes_per_token: float | None = None) -> None:
     """Draw the rows of a metrics.jsonl as a PNG at `path`. The file appears complete or not at all.
 
-    Rows of kind `eval` are evaluations on held-out text, all others are steps. `bytes_per_token` adds an axis in bits
-    per byte. Without a finite loss the axes stay empty. Raises OSError when the folder cannot be written.
+    Rows of kind `eval` are evaluations on held-out text, those without a kind are steps. `bytes_per_token` adds an axis
+    in bits per byte. Without a finite loss the axes stay empty. Raises OSError when the folder cannot be written.
     """
-    steps = [row for row in metrics if row.get("kind") != "eval" and math.isfinite(row["loss"])]
+    steps = [row for row in metrics if "kind" not in row and math.isfinite(row["loss"])]
     held_out = [row for row in metrics if row.get("kind") == "eval" and math.isfinite(row["loss"])]
     figure = draw_figure(steps, held_out, title, bytes_per_token)
     picture = io.BytesIO()

@@ -1,9 +1,11 @@
 """The loop over steps: feed, step, evaluate, save, report; until the last step or an interruption."""
 
+import logging
 import math
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +19,7 @@ from meshwright.spec import Data, Plan
 from meshwright.spec.errors import NonFiniteLoss
 from meshwright.spec.recipe.recipe import DataRead
 from meshwright.spec.rules.passes import draws_dropout
-from meshwright.store import checkpoint
+from meshwright.store import checkpoint, checkpoint_folder
 from meshwright.store.run_folder import MetricsLog, RunFolder, write_document
 from meshwright.store.saver import Saver
 from meshwright.training import device
@@ -38,9 +40,12 @@ from meshwright.training.run_samples import RunSamples
 from meshwright.training.step.batches import Feed, PackedRows, Share, split
 from meshwright.training.step.evaluate import HeldOutRows, score_sources
 from meshwright.training.step.interrupt import SIGNALS, Interrupt, StopAgreement
+from meshwright.training.step.spikes import Spike
 from meshwright.training.step.state import TrainState
 from meshwright.training.step.step import train_step
 from meshwright.training.step.watch import (
+    ROLLBACK,
+    SLOW_RANK,
     EvalMetrics,
     RunInfo,
     SessionLog,
@@ -52,6 +57,8 @@ from meshwright.training.step.watch import (
 
 if TYPE_CHECKING:
     from meshwright.store.mirror import Mirror
+
+logger = logging.getLogger(__name__)
 
 
 def reads_late(device: torch.device) -> bool:
@@ -91,10 +98,15 @@ class Trainer:
     _clock: StepClock = field(init=False)
     _session: SessionLog = field(init=False)
     _last_loss: float = field(init=False, default=math.nan)
+    _spike: Spike | None = field(init=False, default=None)
+    """A reason to go back, found in the steps that were read last."""
 
     def __post_init__(self) -> None:
         self.plan, self.device, self.pulse = self.job.plan, self.job.device, self.job.pulse
         self.late = reads_late(self.device)
+        mesh = self.state.engine.mesh
+        # Stages have other layers, and ranks of a group of experts get as many tokens as the text sends them.
+        self.pulse.role = f"stage {mesh['pp'].index}, experts {mesh['ep'].index}"
         self.ledger = StepLedger(self.state, self.task.objective)
         self.samples = RunSamples(self.plan, self.corpus, self.folder)
         self.saver = Saver(
@@ -161,6 +173,10 @@ class Trainer:
                     # Evaluation, samples and checkpoint read the weights of this very step: its numbers come first.
                     self._record_steps(log, keep=int(self.late and not (evaluates or saves or samples)))
                     self._session.end_lap("steps")
+                    if self._spike is not None and self._roll_back(self._spike, log):
+                        progress, score = self.state.progress, None
+                        saved = progress.step
+                        continue
                     score = self._evaluate(log) if evaluates else None
                     if samples:
                         self.samples.take(self.state.engine, progress.step)
@@ -173,6 +189,9 @@ class Trainer:
                         self._clock.end_pause()
                 self._record_steps(log)
                 self._session.end_lap("steps")
+                # An interrupted run does not go back any more.
+                if self._spike is not None and self._spike.error is not None:
+                    raise self._spike.error()
                 # An interruption came between two checkpoints, and its work is kept.
                 if saved != progress.step:
                     self._save(log, score)
@@ -270,26 +289,45 @@ class Trainer:
             noise_scale_tokens=progress.noise.tokens,
         )
         self._last_loss = metrics.loss
+        # The loss of a warm-up may rise.
+        if recipe.rollback_spikes and pending.step > recipe.warmup_steps:
+            self._spike = self.state.spikes.judge(pending.step, metrics.loss) or self._spike
         log.append(numbers(metrics))
+        while self.pulse.slow_ranks:
+            slow = self.pulse.slow_ranks.popleft()
+            self._warn(str(slow))
+            log.append({"step": pending.step, "kind": SLOW_RANK, **asdict(slow)})
         if _due(pending.step, recipe.log_every, recipe.steps) or metrics.skipped in ("non-finite", "spike"):
             self._notify("stepped", metrics)
 
     def _read_numbers(self, pending: PendingStep) -> dict[str, list[float]]:
-        """Return the numbers of a step. Raises NonFiniteLoss after more bad steps in a row than the recipe skips."""
+        """Return the numbers of a step. Raises NonFiniteLoss after more bad steps in a row than the recipe skips.
+
+        With recipe.rollback_spikes, the run may go back instead.
+        """
         values = pending.numbers.read()
         if "stop" in values:
             self._stop.receive(values["stop"])
         in_a_row, most = int(values["skipping"][2]), self.plan.recipe.skip_nonfinite
         if in_a_row <= most:
             return values
-        loss, last = values["loss"][0], self.pulse.calls.last
+        loss, error = values["loss"][0], partial(self._non_finite_step, pending, values, self.pulse.calls.last)
+        if not self.plan.recipe.rollback_spikes:
+            raise error()
+        words = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {values['grad_norm'][0]}"
+        self._spike = Spike(begun=pending.step - most, words=f"{words} in step {pending.step}", error=error)
+        return values
+
+    def _non_finite_step(self, pending: PendingStep, values: dict[str, list[float]], last: str) -> NonFiniteLoss:
+        """Return the error of a step that is bad, after as many as the recipe skips. All ranks call this."""
+        loss, most = values["loss"][0], self.plan.recipe.skip_nonfinite
         row = f", as were {most} before it (recipe.skip_nonfinite={most})" if most else ""
         # A collective on every rank, whatever its own loss: ranks that disagree about that must still do the same.
         who = name_non_finite_rank(self._stop.world, pending.part) if self._stop.world.size > 1 else ""
         if math.isfinite(loss):  # gradients are summed over ranks before anyone can look, so no rank can be named
             norm = values["grad_norm"][0]
-            raise self._non_finite_error(pending.step, "all ranks, backward", last, "gradient norm", norm, row)
-        raise self._non_finite_error(pending.step, f"{who}, forward", last, "loss", loss, row)
+            return self._non_finite_error(pending.step, "all ranks, backward", last, "gradient norm", norm, row)
+        return self._non_finite_error(pending.step, f"{who}, forward", last, "loss", loss, row)
 
     def _non_finite_error(
         self, step: int, who: str, call: str, what: str, number: float, row: str = ""
@@ -303,6 +341,55 @@ class Trainer:
             f"step {step}{where}: the {what} is {number}{row}; {remaining}. Lower recipe.learning_rate (now "
             f"{self.plan.recipe.learning_rate}), lengthen recipe.warmup_steps, or look at the data of this step"
         )
+
+    def _roll_back(self, spike: Spike, log: MetricsLog) -> bool:
+        """Load the newest checkpoint from before a spike, and skip the data read since. All ranks together.
+
+        Returns False when there is none, or no rollback is left, and the run goes on. Raises the error of the spike
+        if it has one.
+        """
+        abandoned, most = self.state.progress, self.plan.recipe.rollback_spikes
+        self._spike, rollbacks = None, self.state.spikes.rollbacks + 1
+        self.saver.wait()
+        checkpoints = self.job.rank_zero.broadcast(lambda: checkpoint_folder.list_checkpoints(self.folder.checkpoints))
+        earlier = [saved.path for saved in reversed(checkpoints) if saved.step < spike.begun]
+        path = checkpoint.find_newest_whole(earlier, begun=self.pulse.piece_begun) if rollbacks <= most else None
+        if path is None:
+            if spike.error is not None:
+                raise spike.error()
+            self.state.spikes.accept()
+            why = "no checkpoint is from before it" if rollbacks <= most else f"all {most} rollbacks are used up"
+            self._warn(f"{spike.words}: {why}, and the run goes on (recipe.rollback_spikes)")
+            return False
+        # A step under way on a GPU belongs to what is abandoned.
+        self._pending.clear()
+        self.state.load(path)
+        progress, step = self.state.progress, self.state.progress.step
+        skipped = abandoned.cursor - progress.cursor
+        # The next step reads what no step has read. Its rate is that of its number, as before.
+        progress.cursor, self.state.spikes.rollbacks = abandoned.cursor, rollbacks
+        if self.is_rank_zero:
+            # Whoever takes the last checkpoint shall not get one within the spike.
+            uploading = self.saver.mirror.step if self.saver.mirror is not None else None
+            checkpoint_folder.remove_surplus(self.folder.checkpoints, step, self.plan.recipe.keep_last, uploading)
+            for records in (log, MetricsLog(self.folder.samples)):
+                records.truncate_to(step)
+        # Counted as a part of the next step: a run that resumes from this checkpoint drops it, and writes it again.
+        log.append(
+            {"step": step + 1, "kind": ROLLBACK, "begun": spike.begun, "ended": abandoned.step,
+             "skipped_rows": skipped, "rollbacks": rollbacks}
+        )  # fmt: skip
+        self._warn(
+            f"{spike.words}: back to {path.name}, and {skipped} rows are skipped (rollback {rollbacks} of at most "
+            f"{most})"
+        )
+        self._session.roll_back(step)
+        self._clock.end_pause()
+        return True
+
+    def _warn(self, line: str) -> None:
+        if self.is_rank_zero:
+            logger.warning(line)
 
     def _evaluate(self, log: MetricsLog) -> float | None:
         """Record, report and return the held-out loss. None = nothing is held out."""

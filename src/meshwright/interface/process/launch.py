@@ -45,6 +45,7 @@ PHASES = {
     "meshwright.parallel.engine:Engine.gradient_norm": "gradients",
     "meshwright.training.optimizer.optimizer:Optimizer.step": "optimizer",
     "meshwright.training.trainer:Trainer._read_numbers": "loss",
+    "meshwright.training.trainer:Trainer._roll_back": "load",
     "meshwright.training.trainer:Trainer._evaluate": "evaluate",
     "meshwright.training.objectives.reference:log_probabilities": "reference",
     "meshwright.training.run_samples:RunSamples.take": "sample",

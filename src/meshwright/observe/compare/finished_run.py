@@ -18,7 +18,7 @@ from meshwright.spec.errors import MeshwrightError, PlanError, RunError, argumen
 from meshwright.spec.plan.plan import RANDOM
 from meshwright.spec.units import duration, many
 from meshwright.store.run_folder import MetricsLog, RunFolder
-from meshwright.training.step.watch import read_goodput
+from meshwright.training.step.watch import ROLLBACK, SLOW_RANK, read_goodput
 
 Record = dict[str, Any]
 STEP_NUMBERS = ("loss", "grad_norm", "lr", "tokens", "tokens_per_second", "seconds", "step_seconds")
@@ -52,6 +52,8 @@ class FinishedRun:
     steps: tuple[dict[str, Any], ...] = ()
     """Records of metrics.jsonl."""
     evaluations: tuple[dict[str, Any], ...] = ()
+    incidents: tuple[dict[str, Any], ...] = ()
+    """Records of rollbacks and of slow ranks."""
     ledger: SharedDocument | None = None
     dryrun: SharedDocument | None = None
     profile: SharedDocument | None = None
@@ -95,12 +97,13 @@ def open_run(path: Path) -> FinishedRun:
         plan = RunFolder.open(path).plan
     except PlanError as error:
         raise RunError(f"{path} is damaged or of another program: {error}") from None
-    steps, evaluations = metric_records(path / "metrics.jsonl")
+    steps, evaluations, incidents = metric_records(path / "metrics.jsonl")
     run = FinishedRun(
         path=path,
         plan=plan,
         steps=steps,
         evaluations=evaluations,
+        incidents=incidents,
         ledger=_read_ledger(path / "ledger.json"),
         dryrun=read(path / DRYRUN, "dryrun"),
         profile=read(path / PROFILE, "measured"),
@@ -140,7 +143,12 @@ def goodput_document(run: FinishedRun) -> dict[str, Any] | None:
     account = read_goodput(run.path / "goodput.jsonl")
     if account is None:
         return None
-    document = {"share": account.share, **asdict(account), "words": account.words, "advice": ""}
+    document = {
+        "share": account.share,
+        **asdict(account),
+        "words": f"{account.words}{_name_incidents(run)}",
+        "advice": "",
+    }
     step_s, number = account.productive_seconds / max(1, account.steps), account.interruptions
     if step_s and account.saves and (number or account.wall_seconds >= HOUR_S):
         assumed, save_s = Conditions(), account.save_seconds / account.saves
@@ -160,6 +168,14 @@ def goodput_document(run: FinishedRun) -> dict[str, Any] | None:
         measured = f"measured: {many(number, 'interruption')} in {duration(account.wall_seconds)}"
         document["advice"] = timing.at_best(step_s).advice(step_s, measured if number else assumed.rate)
     return document
+
+
+def _name_incidents(run: FinishedRun) -> str:
+    """Return `; 1 rollback before a spike (step 52); slow: rank 3`, or nothing."""
+    begun = [f"{row.get('begun')}" for row in run.incidents if row["kind"] == ROLLBACK]
+    slow = sorted({f"rank {row.get('rank')}" for row in run.incidents if row["kind"] == SLOW_RANK})
+    words = f"; {many(len(begun), 'rollback')} before spikes (step {', '.join(begun)})" if begun else ""
+    return f"{words}; slow: {', '.join(slow)}" if slow else words
 
 
 def training_document(run: FinishedRun) -> SharedDocument | None:
@@ -277,12 +293,15 @@ def _median_of(steps: tuple[dict[str, Any], ...], name: str) -> float | None:
     return float(median(values)) if values else None
 
 
-def metric_records(path: Path) -> tuple[tuple[Record, ...], tuple[Record, ...]]:
-    """Return steps and evaluations. Raises RunError naming the first record that is damaged or of another program."""
+def metric_records(path: Path) -> tuple[tuple[Record, ...], tuple[Record, ...], tuple[Record, ...]]:
+    """Return steps, evaluations and incidents.
+
+    Raises RunError naming the first record that is damaged or of another program.
+    """
     rows = MetricsLog.read(path)
     steps = tuple(_check_record(row, STEP_NUMBERS, path) for row in rows if "kind" not in row)
     evaluations = tuple(_check_record(row, EVALUATION_NUMBERS, path) for row in rows if row.get("kind") == "eval")
-    return steps, evaluations
+    return steps, evaluations, tuple(row for row in rows if row.get("kind") in (ROLLBACK, SLOW_RANK))
 
 
 def _check_record(record: Record, names: tuple[str, ...], path: Path) -> Record:

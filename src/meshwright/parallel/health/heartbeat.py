@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +18,8 @@ from meshwright.parallel.groups.group import Traffic
 
 QUICK = frozenset({"step", "forward", "backward", "gradients", "optimizer", "loss"})
 """Phases of a step. Any other one may take long: shared file systems stall for minutes."""
+WORK = QUICK | {"data", "report"}
+"""Phases in which all ranks wait for one that takes longer. Evaluations and saves are the work of some ranks more."""
 COMPILE = "compile"
 """The phase of a rank that compiles, in whichever thread: others wait for it in their collectives."""
 COMPILING = (
@@ -37,6 +40,28 @@ BACKWARD = "torch.autograd.graph:_engine_run_backward"
 """The function in which the main thread waits while autograd's threads run a backward pass."""
 FIRST_STEPS = 2
 """Steps of a process that may take long: memory is taken, code compiled."""
+LONGEST_SAMPLE_S = 0.5
+"""Most that a sample counts. A process that was stopped did nothing meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRank:
+    """A rank whose own work takes longer than that of its like (slow_ranks.py)."""
+
+    rank: int
+    host: str
+    work_s: float
+    """Its work in a step, without the time in which it waits for others."""
+    median_s: float
+    steps: int
+
+    def __str__(self) -> str:
+        where = f" on {self.host}" if self.host else ""
+        times, work_ms, median_ms = self.work_s / self.median_s, 1e3 * self.work_s, 1e3 * self.median_s
+        return (
+            f"rank {self.rank}{where} is slow: its steps take {times:.1f} times the median's work ({work_ms:.0f} ms "
+            f"against {median_ms:.0f} ms) for {self.steps} steps; all ranks wait for it"
+        )
 
 
 @dataclass(slots=True)
@@ -51,6 +76,12 @@ class Heartbeat:
     """Number of steps this process has ended."""
     longest_s: float = 0.0
     """Duration of the longest of them, except the first ones."""
+    steps_s: float = 0.0
+    """Duration of all of them."""
+    role: str = ""
+    """Ranks of equal roles do equal work."""
+    slow_ranks: deque[SlowRank] = field(default_factory=deque)
+    """Slow ranks that this process has noticed and not yet said. Another thread adds them."""
     calls: Traffic = field(default_factory=Traffic)
     pieces: int = 0
     """Pieces of long work, such as tensors to write, that threads of this process have begun and report here.
@@ -65,6 +96,7 @@ class Heartbeat:
     def step_ended(self, seconds: float) -> None:
         """Count one more step."""
         self.ended += 1
+        self.steps_s += seconds
         if self.ended >= FIRST_STEPS:
             self.longest_s = max(self.longest_s, seconds)
 
@@ -100,11 +132,18 @@ class Beat:
     pid: int = 0
     lost: str = ""
     """The error of its failed collective: another rank is gone."""
+    role: str = ""
+    timed: int = 0
+    """Steps to whose end `work_s` and `steps_s` reach."""
+    work_s: float = 0.0
+    """Work of this rank in these steps, without the time in which it waits for others. 0 = not known, on a GPU."""
+    steps_s: float = 0.0
+    """Duration of these steps."""
     done: bool = False
     """True once it has ended normally, or is about to: silence and death then mean nothing."""
 
     def encode(self) -> str:
-        """Return the beat as text of about 300 bytes."""
+        """Return the beat as text of about 400 bytes."""
         return json.dumps(asdict(self))
 
     @staticmethod
@@ -134,7 +173,9 @@ class HeartbeatWatch:
         self.pulse, self.phases, self.reads, self.queues = pulse, phases, reads, queues
         self._thread = threading.get_ident()
         self._seen: object = None
-        self._moved_s = time.monotonic()
+        self._moved_s = self._sampled_s = time.monotonic()
+        self._work_s = 0.0
+        self._timed = (0, 0.0, 0.0)
 
     def look(self) -> Beat:
         """Return where the thread is now. Takes 20 to 50 microseconds, and as much for each other Python thread."""
@@ -164,7 +205,24 @@ class HeartbeatWatch:
             slow=phase not in QUICK or self.pulse.ended < FIRST_STEPS,
             longest_s=self.pulse.longest_s,
             where=_innermost(frames),
+            role=self.pulse.role,
+            timed=self._timed[0],
+            work_s=self._timed[1],
+            steps_s=self._timed[2],
         )
+
+    def sample(self) -> None:
+        """Add the time since the last sample to the work of this rank, unless its thread is waiting for others now.
+
+        A CPU works in the thread that calls, and so in a backward pass too. Takes 10 to 20 microseconds.
+        """
+        now = time.monotonic()
+        passed_s, self._sampled_s = min(now - self._sampled_s, LONGEST_SAMPLE_S), now
+        if self.pulse.ended != self._timed[0]:
+            self._timed = (self.pulse.ended, self._work_s, self.pulse.steps_s)
+        names = [_name(frame) for frame in _frames(sys._current_frames().get(self._thread))]
+        if names and self.phase(names) in WORK and names[0] not in WAITS and not names[0].startswith(COLLECTIVES):
+            self._work_s += passed_s
 
     def _waits(self, innermost: str, phase: str) -> bool:
         reads = innermost in self.reads or innermost in (BACKWARD, *WAITS) or innermost.startswith(COLLECTIVES)

@@ -29,11 +29,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from random import Random
 from types import FrameType, TracebackType
 
 import torch.distributed as dist
 
 from meshwright.parallel.health.heartbeat import COMPILE, Beat, Heartbeat, HeartbeatWatch
+from meshwright.parallel.health.slow_ranks import SlowRanks
 from meshwright.spec.errors import RunError
 
 PAUSE_S = 0.02
@@ -195,6 +197,8 @@ def _name_rank(rank: int, beat: Beat) -> str:
 
 
 BEAT_S = 1.0
+SAMPLE_S = 0.02
+"""Mean time between looks at whether this rank works or waits."""
 READ_AT_ONCE = 256
 """Beats that are read every second. With more ranks, beats are read less often."""
 TOLD_S = 5.0
@@ -266,6 +270,9 @@ class Watchdog:
         self._bell_read, self._bell = os.pipe()
         # Two observers, at both ends: one of them survives the loss of any one machine.
         self._observed = _Observed(home.world) if home.rank in (0, home.world - 1) else None
+        self._slow = SlowRanks()
+        # Looks at equal distances could meet each step at the same points. The run's own generators stay untouched.
+        self._random = Random()
 
     def start(self) -> None:
         """Start the threads. Call this from the main thread, which alone may handle signals."""
@@ -338,7 +345,7 @@ class Watchdog:
             while not self._closed.is_set():
                 self._beat_once()
                 self._answered_s = time.monotonic()
-                self._due.wait(self.beat_s)
+                self._wait_for_beat()
                 self._due.clear()
             self.store.set(_key(self.home.rank), replace(self.beat, done=True).encode())
         except RuntimeError:  # what a store raises: the connection is closed, an answer took too long
@@ -346,6 +353,16 @@ class Watchdog:
         except Exception as error:  # a bug here: reported, since nobody watches this rank any more
             self.say(f"the watchdog of rank {self.home.rank} failed: {type(error).__name__}: {error}")
             self.end(FAILED)
+
+    def _wait_for_beat(self) -> None:
+        """Wait until a beat is due, and see meanwhile how much of the time this rank works."""
+        end_s = time.monotonic() + self.beat_s
+        # With a GPU the thread that is seen runs ahead of the work.
+        while not self.watch.queues and (rest_s := end_s - time.monotonic()) > 0:
+            if self._due.wait(min(rest_s, SAMPLE_S * self._random.uniform(0.5, 1.5))):
+                return
+            self.watch.sample()
+        self._due.wait(max(0.0, end_s - time.monotonic()))
 
     def _beat_once(self) -> None:
         before, seen = self.beat, self._last or self.watch.look()
@@ -368,6 +385,8 @@ class Watchdog:
             blame = seen_all.look(self.store, self.limits)
             if blame is not None:
                 self._claim(blame, FAILED)
+            if self.home.rank == 0 and seen_all.beats:
+                self.pulse.slow_ranks.extend(self._slow.look(seen_all.beats, time.monotonic()))
         if self._last is not None and time.monotonic() > self._lost_s + LOST_S:
             self._claim(self._loss_of_this_rank(self._last), FAILED)
 
@@ -468,6 +487,7 @@ class _Observed:
         self.keys = [_key(rank) for rank in range(world)]
         self.counts = [-1] * world
         self.silent_s = [0.0] * world
+        self.beats: Sequence[Beat] = ()
         self.met_s, self.looked_s = time.monotonic(), 0.0
 
     def look(self, store: dist.Store, limits: Limits) -> Blame | None:
@@ -475,9 +495,9 @@ class _Observed:
         if not self.looked_s and not store.check(self.keys):
             waited = time.monotonic() - self.met_s
             return self._missing_rank(store, waited) if waited > max(UNHEARD_S, limits.silent_s) else None
-        beats = [Beat.decode(text) for text in store.multi_get(self.keys)]
-        self.note([beat.count for beat in beats], time.monotonic())
-        return judge(beats, self.silent_s, limits)
+        self.beats = [Beat.decode(text) for text in store.multi_get(self.keys)]
+        self.note([beat.count for beat in self.beats], time.monotonic())
+        return judge(self.beats, self.silent_s, limits)
 
     def _missing_rank(self, store: dist.Store, waited_s: float) -> Blame | None:
         """Blame a rank that met the others but sent no beat: no launcher may have been there to see it end."""

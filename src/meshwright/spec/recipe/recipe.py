@@ -54,6 +54,8 @@ def most_answers(sequence: int) -> int:
 Precision = Literal["fp32", "bf16", "fp16"]
 """Format of weights and of most arithmetic."""
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+SPIKE_STEPS = 5
+"""Steps in a row with a loss far above that of earlier ones that make a spike (recipe.rollback_spikes)."""
 NO_SCHEME = "none"
 """Value of recipe.fake_quantize when no weight is rounded."""
 
@@ -158,6 +160,9 @@ class Recipe:
     skip_spikes: float = 0.0
     """Skip a step whose gradient norm exceeds this multiple of its mean over about 50 steps, after warm-up; 0 =
     none."""
+    rollback_spikes: int = 0
+    """Most times that a run goes back to the checkpoint before a spike of the loss and skips the data read since
+    (arXiv:2204.02311, section 5.1); 0 = never."""
     dropout: float = 0.0
     """Share of activations set to 0 while training."""
     balance_loss: float = 0.001
@@ -217,7 +222,7 @@ class Recipe:
                 raise PlanError(f"recipe.{field}={getattr(self, field)} must be at least 1 and below 2**31")
         if self.warmup_steps == -1:
             object.__setattr__(self, "warmup_steps", min(20, self.steps // 10))
-        for field in ("warmup_steps", "decay_steps", "skip_nonfinite", *every):
+        for field in ("warmup_steps", "decay_steps", "skip_nonfinite", "rollback_spikes", *every):
             if getattr(self, field) < 0:
                 raise PlanError(f"recipe.{field}={getattr(self, field)} must be 0 or more")
         if self.seed < 0 or self.seed >= 2**63:
@@ -246,7 +251,7 @@ class Recipe:
             raise PlanError(
                 f"recipe.preference_smoothing={self.preference_smoothing} is a share of pairs: it must lie in [0, 0.5)"
             )
-        if problem := distillation_problem(self):
+        if problem := distillation_problem(self) or rollback_problem(self):
             raise PlanError(problem)
         if self.min_learning_rate_ratio > 1:
             raise PlanError(
@@ -348,6 +353,29 @@ class Recipe:
             if tokens_seen >= stage.tokens:
                 batch = stage.global_batch
         return batch
+
+
+def rollback_problem(recipe: Recipe) -> str:
+    """Return what keeps a run from going back before a spike. Empty = nothing, or nobody asks for it."""
+    asked = f"recipe.rollback_spikes={recipe.rollback_spikes}"
+    longest_row = max(SPIKE_STEPS, recipe.skip_nonfinite + 1)
+    if not recipe.rollback_spikes:
+        return ""
+    if recipe.epochs:
+        return f"{asked} skips rows, which recipe.epochs={recipe.epochs:g} counts: give recipe.steps or recipe.tokens"
+    if recipe.distillation_top_k:
+        return (
+            f"{asked} reads rows beyond those that recipe.distillation_top_k={recipe.distillation_top_k} stores: take "
+            "recipe.distillation_top_k=0, or recipe.rollback_spikes=0"
+        )
+    # When a spike is noticed, the oldest of the kept checkpoints must be one from before its first step.
+    if recipe.checkpoint_every * (recipe.keep_last - 1) < longest_row:
+        return (
+            f"{asked} needs a checkpoint from {longest_row} steps ago, with recipe.checkpoint_every="
+            f"{recipe.checkpoint_every} and recipe.keep_last={recipe.keep_last}: take recipe.checkpoint_every="
+            f"{max(longest_row, recipe.checkpoint_every)} recipe.keep_last={max(2, recipe.keep_last)}"
+        )
+    return ""
 
 
 def distillation_problem(recipe: Recipe) -> str:

@@ -39,6 +39,7 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError, argument
 from meshwright.spec.plan.plan import RANDOM, SAMPLES, Data
 from meshwright.spec.recipe.recipe import Recipe
+from meshwright.store import checkpoint
 from meshwright.store.checkpoint import rng_state, set_rng_state
 from meshwright.store.durable import replace_file
 from meshwright.store.model_weights import OTHERWISE, folder_of_weights
@@ -46,6 +47,7 @@ from meshwright.store.run_folder import ids_of
 from meshwright.store.saver import Piece, piece
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.optimizer.precision import DTYPES, LossScaler, StepSkipper
+from meshwright.training.step.spikes import SpikeWatch
 
 DECAY = 0.9
 
@@ -119,6 +121,7 @@ class TrainState:
     scaler: LossScaler | None
     progress: Progress
     skipper: StepSkipper = field(default_factory=StepSkipper)
+    spikes: SpikeWatch = field(default_factory=SpikeWatch)
     base: str = ""
     """Fingerprint of the frozen weights beside an adapter (store/model_weights.py)."""
     first_weights: str = ""
@@ -194,14 +197,23 @@ class TrainState:
             **({"adapter_scale": lora.scale} if (lora := self.engine.model.shape.lora) else {}),
             "noise": [noise.variance, noise.signal, noise.weight],
             "skipping": self.skipper.values(),
+            **({"spikes": self.spikes.values()} if recipe.rollback_spikes else {}),
             "random": rng_state()[1],
         }
+
+    def load(self, checkpoint_path: Path) -> None:
+        """Restore everything from a checkpoint that was verified. All ranks call this together."""
+        tensors = self.tensors()
+        checkpoint.load(checkpoint_path, tensors, verified=True)
+        self.restore(tensors, checkpoint.read_values(checkpoint_path))
 
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Restore counters and random states of a checkpoint whose tensors were loaded in place."""
         self.progress = Progress(noise=NoiseScale(*values["noise"]), **{name: values[name] for name in COUNTERS})
         if "skipping" in values:  # an older checkpoint has none
             self.skipper.restore(values["skipping"])
+        # Absent where the run did not ask for rollbacks then.
+        self.spikes = SpikeWatch(**values.get("spikes", {}))
         set_rng_state(tensors, values["random"], self.engine.mesh.rank)
 
 

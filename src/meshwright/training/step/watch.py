@@ -168,6 +168,10 @@ PARTS = ("start", "steps", "data", "evaluation", "save", "other")
 """Parts of a process's time. `other` follows the last step: the plot, the ledger."""
 ACCOUNT_BYTES = 512
 """Length of a line of goodput.jsonl. It lies within one page, so no kill tears it."""
+ROLLBACK, SLOW_RANK = "rollback", "slow rank"
+"""Kinds of records in metrics.jsonl, beside steps and evaluations."""
+ROLLED_BACK = "rolled back"
+"""`stopped` of a line that ends where a process goes back to an earlier checkpoint, and begins another line."""
 
 
 class SessionLog:
@@ -182,12 +186,11 @@ class SessionLog:
 
     def __init__(self, path: Path, *, begun: float, first_step: int, silent: bool = False) -> None:
         self.path = path
-        self.record: dict[str, Any] = {
-            "begun": round(begun, 3), "first_step": first_step, "step": first_step, "stopped": "", "saves": 0,
-            "compile": 0.0, "marks": [], **dict.fromkeys(PARTS, 0.0),
-        }  # fmt: skip
+        self.record = _new_account(begun, first_step)
+        self._compiled_before_s = 0.0
         self._lap_began = time.perf_counter() - max(0.0, time.time() - begun)
         self._handle: int | None = None
+        self._offset = 0
         if not silent:
             with report_in_one_line(path):
                 self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -199,6 +202,9 @@ class SessionLog:
         now = time.perf_counter()
         self.record[part] += now - self._lap_began
         self._lap_began = now
+        self._write()
+
+    def _write(self) -> None:
         if self._handle is None:
             return
         account = {name: round(entry, 4) if isinstance(entry, float) else entry for name, entry in self.record.items()}
@@ -212,7 +218,7 @@ class SessionLog:
         `exposed_wait_s`: time of this step without work, for want of data. `compile_s`: time of all steps so far by
         which those that compiled were longer than the others.
         """
-        self.record["step"], self.record["compile"] = step, compile_s
+        self.record["step"], self.record["compile"] = step, max(0.0, compile_s - self._compiled_before_s)
         self.record["steps"] -= exposed_wait_s
         self.record["data"] += exposed_wait_s
 
@@ -223,6 +229,15 @@ class SessionLog:
         # The newest may still be uncommitted, so the one before counts too.
         self.record["marks"] = [*self.record["marks"][-1:], [self.record["step"], useful_s]]
 
+    def roll_back(self, step: int) -> None:
+        """Go on in another line from an earlier step, whose checkpoint was loaded since the last lap."""
+        self.record["stopped"] = ROLLED_BACK
+        self._write()
+        self._compiled_before_s += self.record["compile"]
+        self.record = _new_account(time.time() - (time.perf_counter() - self._lap_began), step)
+        self._offset += ACCOUNT_BYTES
+        self.end_lap("start")
+
     def close(self, stopped: str = "") -> None:
         """End the account. `stopped`: as in the summary of a run; empty = an error ended it."""
         self.record["stopped"] = stopped
@@ -231,6 +246,13 @@ class SessionLog:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+
+def _new_account(begun: float, first_step: int) -> dict[str, Any]:
+    return {
+        "begun": round(begun, 3), "first_step": first_step, "step": first_step, "stopped": "", "saves": 0,
+        "compile": 0.0, "marks": [], **dict.fromkeys(PARTS, 0.0),
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,9 +278,10 @@ class Goodput:
     data_wait_seconds: float
     """Time without work, for want of data."""
     lost_seconds: float
-    """Steps that a later process repeated."""
+    """Steps that a later process repeated, or that were made again after a spike of the loss."""
     restart_seconds: float
-    """Time from the last record of an interrupted process to the first step of the next, and what that one compiled."""
+    """Time from the last record of an interrupted process to the first step of the next, and what that one compiled.
+    Going back after a spike counts here too."""
     other_seconds: float
     idle_seconds: float
     """Time between a process that had finished, or that Ctrl-C had ended, and the next."""
@@ -309,11 +332,12 @@ def _add_accounts(records: list[dict[str, Any]]) -> Goodput:
         earlier = records[number - 1]
         gap_s = max(0.0, record["begun"] - earlier["begun"] - sum(earlier[part] for part in PARTS))
         by_choice = earlier["stopped"] in ("done", "interrupted")
-        interruptions += not by_choice
+        interruptions += not by_choice and earlier["stopped"] != ROLLED_BACK
         spent["idle" if by_choice else "restart"] += gap_s
         spent["restart"] += before_s
     return Goodput(
-        processes=len(records), interruptions=interruptions, steps=records[-1]["step"],
+        processes=len(records) - sum(record["stopped"] == ROLLED_BACK for record in records[:-1]),
+        interruptions=interruptions, steps=records[-1]["step"],
         saves=sum(record["saves"] for record in records), wall_seconds=sum(spent.values()) - spent["idle"],
         productive_seconds=spent["steps"], start_seconds=spent["start"], evaluation_seconds=spent["evaluation"],
         save_seconds=spent["save"], data_wait_seconds=spent["data"], lost_seconds=spent["lost"],

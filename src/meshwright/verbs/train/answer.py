@@ -60,7 +60,7 @@ class TrainAnswer(Answer):
 
     @cached_property
     def _records(self) -> "tuple[tuple[Record, ...], tuple[Record, ...]]":
-        return metric_records(self.run / "metrics.jsonl")
+        return metric_records(self.run / "metrics.jsonl")[:2]
 
     def rows(self) -> "list[Record]":
         """Return a row for each logged step."""
