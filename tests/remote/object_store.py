@@ -1,10 +1,22 @@
 """The drill's S3 server for tests: the libraries of this process, and of those it starts, are pointed to it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
-from meshwright.verbs.drill.object_store import BUCKET, PASSING, Weather, serve, settings
+from meshwright.verbs.drill import object_store
+from meshwright.verbs.drill.object_store import BUCKET, PASSING, Weather
 
 __all__ = ["BUCKET", "PASSING", "Weather", "serve", "use"]
+
+
+@contextmanager
+def serve() -> Iterator[tuple[str, Weather]]:
+    """Start the server. Yields its address and its weather."""
+    pytest.importorskip("moto.server")
+    with object_store.serve() as served:
+        yield served
 
 
 def use(patch: pytest.MonkeyPatch, address: str) -> None:
@@ -13,5 +25,5 @@ def use(patch: pytest.MonkeyPatch, address: str) -> None:
 
     # A client that was made before would still ask the server of another module.
     s3fs.S3FileSystem.clear_instance_cache()
-    for name, setting in settings(address).items():
+    for name, setting in object_store.settings(address).items():
         patch.setenv(name, setting)

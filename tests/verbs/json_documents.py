@@ -74,6 +74,7 @@ COMMANDS: dict[str, Command] = {
     "accuracy": _whole("accuracy rows.csv"),
     "verify": _words("verify --processes 2 --only tp"),
     "calibrate": _words("calibrate --quick"),
+    "drill": _words("drill --only error"),
 }
 """A name for each document, and the command that prints it, in the order in which they run."""
 

@@ -64,6 +64,8 @@ def commands(extra: str) -> list[str]:
     """Yield every command that needs an extra. Signatures show which verbs have an option for it."""
     if extra == "serve":
         return ["serve hf"]
+    if extra == "drill":
+        return ["drill --only store-errors"]
     if extra == "eval":
         return ["eval hf --tasks hellaswag"]
     if extra in ("parquet", "hf"):

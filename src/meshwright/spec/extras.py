@@ -9,7 +9,7 @@ EXTRAS = {
     "parquet": ("pyarrow",), "pandas": ("pandas",), "hf": ("datasets", "pyarrow"), "gpu": ("flash_attn",),
     "gemlite": ("gemlite",), "grammar": ("llguidance",), "eval": ("lm_eval",),
     "s3": ("s3fs",), "gcs": ("gcsfs",), "azure": ("adlfs",), "hub": ("huggingface_hub",),
-    "drill": ("moto", "werkzeug", "s3fs"),
+    "drill": ("moto", "s3fs"),
     "serve": ("prometheus_client", "starlette", "uvicorn"), "tensorboard": ("tensorboard",), "wandb": ("wandb",),
 }  # fmt: skip
 """Extra -> names of its packages when imported. pyproject.toml has their versions."""

@@ -26,7 +26,7 @@ from meshwright.verbs.drill.faults import FAULTS, Fault
 if TYPE_CHECKING:
     from meshwright.verbs.drill.object_store import Weather
 
-STEPS, EVERY, FAULT_STEP = 24, 4, 10
+STEPS, EVERY, FAULT_STEP = 60, 4, 10
 """Steps of each run, steps between two checkpoints, and the step of the fault."""
 HANG_S, HANG_STEPS = 5.0, 20
 """Limit of a step without progress: so many seconds, or so many steps of the undisturbed run."""
@@ -39,21 +39,21 @@ SMALL = (
     "recipe.global_batch=8", "layout.dp_shard=2", "layout.zero=1",
 )  # fmt: skip
 """Plan of a drill without a plan: seconds on two cores."""
-OURS = ("meshwright: ", "passed over: ", "note   ")
+OURS = ("meshwright: ", "passed over: ", "note   ", "rank ")
 """Beginnings of lines that the run says about itself, the launcher's and torch's not among them."""
-HEAD = ("fault", "noticed after", "lost", "outcome", "what the run said")
+HEAD = ("fault", "noticed after", "lost", "outcome", "what the run says")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of one fault."""
+    """Outcome of one fault."""
 
     fault: str
     what: str
-    said: str
+    line: str
     """The line that names the fault. Empty = none did."""
     noticed_seconds: float | None
-    """From the fault to that line."""
+    """Time from the fault to that line. None = no such line."""
     lost_seconds: float
     """Time that the run took longer than the one without a fault."""
     starts: int
@@ -94,8 +94,8 @@ class Drill(Answer):
             yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         yield ""
         for outcome in self.outcomes:
-            if outcome.said:
-                yield f"{outcome.fault}: {outcome.said}"
+            if outcome.line:
+                yield f"{outcome.fault}: {outcome.line}"
         if self.skipped:
             yield f"not tried: {self.skipped}"
         survived = len(self.outcomes) - self.problems
@@ -105,7 +105,7 @@ class Drill(Answer):
         noticed = "" if outcome.noticed_seconds is None else f"{outcome.noticed_seconds:.1f} s"
         fault = f"{outcome.fault}: {outcome.what}"
         ended = outcome.problem or ("went on" if outcome.starts == 1 else "went on when started again")
-        return fault, noticed, f"{outcome.lost_seconds:.0f} s", ended, outcome.said
+        return fault, noticed, f"{outcome.lost_seconds:.0f} s", ended, outcome.line
 
     def _repr_html_(self) -> str:
         return table(HEAD, [self._cells(outcome) for outcome in self.outcomes])
@@ -141,12 +141,18 @@ def drill(
     drill_runs = _Runs(folder, _words(words, folder, steps), start, steps)
     wanted = [fault for fault in FAULTS if not only or fault.name in only]
     skipped = ""
+    if steps < STEPS and any(fault.name == "slow" for fault in wanted):
+        skipped = f"slow: needs {argument('steps', STEPS)}"
+        wanted = [fault for fault in wanted if fault.name != "slow"]
     with ExitStack() as stack:
         if any(fault.weather for fault in wanted):
             try:
                 drill_runs.open_store(stack)
             except PlanError as error:
-                skipped = f"{', '.join(fault.name for fault in wanted if fault.weather)}: {error}"
+                if only:
+                    raise
+                stored = f"{', '.join(fault.name for fault in wanted if fault.weather)}: {error}"
+                skipped = f"{skipped}; {stored}" if skipped else stored
                 wanted = [fault for fault in wanted if not fault.weather]
         drill_runs.measure()
         outcomes = tuple(drill_runs.disturb(fault) for fault in wanted)
@@ -193,11 +199,11 @@ class _Runs:
         """Train without a fault, for the losses and the time of a step. Raises RunError when that fails."""
         run = self.folder / "undisturbed"
         began_s = time.monotonic()
-        code, said = self._start(run, None)
+        code, printed = self._start(run, None)
         self.undisturbed_s = time.monotonic() - began_s
         self.losses = read_losses(run)
         if len(self.losses) != self.steps:
-            last = said[-1][1] if said else "see what it printed"
+            last = printed[-1][1] if printed else "see what it printed"
             raise RunError(f"the run without a fault ended with code {code} after step {len(self.losses)}: {last}")
         if account := read_goodput(run / "goodput.jsonl"):
             self.hang_s = max(HANG_S, HANG_STEPS * account.productive_seconds / self.steps)
@@ -207,12 +213,12 @@ class _Runs:
         run, mark = self.folder / fault.name, self.folder / f"{fault.name}.mark"
         if self.weather is not None:
             self.weather.become(fault.weather)
-        said: list[tuple[float, str]] = []
+        printed: list[tuple[float, str]] = []
         starts, began_s = 0, time.monotonic()
         while starts < STARTS and len(read_losses(run)) < self.steps:
             starts += 1
-            said += self._start(run, fault)[1]
-        named = next(((when, line) for when, line in said if fault.says and re.search(fault.says, line)), None)
+            printed += self._start(run, fault)[1]
+        named = next(((when, line) for when, line in printed if fault.says and re.search(fault.says, line)), None)
         lost_s = max(0.0, time.monotonic() - began_s - self.undisturbed_s)
         losses = read_losses(run)
         noticed_s = None
@@ -222,14 +228,14 @@ class _Runs:
         if not mark.is_file():
             problem = "the fault did not happen"
         elif len(losses) < self.steps:
-            problem = f"ended after step {len(losses)}: {said[-1][1] if said else 'without a word'}"
+            problem = f"ended after step {len(losses)}: {printed[-1][1] if printed else 'without a word'}"
         elif losses != self.losses:
             step = next(step for step, loss in self.losses.items() if losses.get(step) != loss)
             problem = f"other losses from step {step} on"
         elif fault.says and named is None:
             problem = "nothing named it"
         return Outcome(
-            fault=fault.name, what=fault.what, said=named[1] if named else "", noticed_seconds=noticed_s,
+            fault=fault.name, what=fault.what, line=named[1] if named else "", noticed_seconds=noticed_s,
             lost_seconds=lost_s, starts=starts, problem=problem,
         )  # fmt: skip
 
@@ -246,9 +252,9 @@ class _Runs:
             stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
         assert process.stdout is not None
-        said: list[tuple[float, str]] = []
+        printed: list[tuple[float, str]] = []
         # Its pipe stays open in the ranks, also when the launcher itself is gone.
-        reader = Thread(target=_read, args=(process.stdout, self.folder / f"{run.name}.log", said), daemon=True)
+        reader = Thread(target=_read, args=(process.stdout, self.folder / f"{run.name}.log", printed), daemon=True)
         reader.start()
         end_s = time.monotonic() + LIMIT_S
         signalled = mark.exists()
@@ -260,17 +266,17 @@ class _Runs:
         if reader.is_alive():
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        return process.wait(), said
+        return process.wait(), printed
 
 
-def _read(stream: IO[str], log: Path, said: list[tuple[float, str]]) -> None:
+def _read(stream: IO[str], log: Path, printed: list[tuple[float, str]]) -> None:
     """Copy a stream into a file, and note when each line of ours came."""
     with stream, log.open("a", encoding="utf-8") as file:
         for line in stream:
             file.write(line)
             file.flush()
             if line.startswith(OURS):
-                said.append((time.time(), line.removeprefix(OURS[0]).rstrip()))
+                printed.append((time.time(), line.removeprefix(OURS[0]).rstrip()))
 
 
 def read_losses(run: Path) -> dict[int, float]:

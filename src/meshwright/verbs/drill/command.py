@@ -23,7 +23,7 @@ def drill(
             show_default=False,
         ),
     ] = "",
-    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 24,
+    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 60,
     json: Annotated[bool, typer.Option("--json", help="Print the outcomes as one JSON document.")] = False,
 ) -> None:  # fmt: skip
     """Train a plan for some steps, once without a fault and once with each, and compare the losses.

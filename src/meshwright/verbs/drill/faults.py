@@ -18,8 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-SLOW_S, SLOW_STEPS = 0.5, 14
-"""Delay of a slow rank in each of its steps, and their number."""
+SLOW_S, SLOW_STEPS = 0.5, 45
+"""Delay of a slow rank in each of its steps, and their number: three windows of parallel/health/slow_ranks.py."""
 LARGEST_FILE_BYTES = 2**14
 """Limit that stands for a full disk: records of a short run fit, tensors do not."""
 COMMIT_S = 20.0
@@ -43,7 +43,7 @@ class Fault:
     launcher: signal.Signals | None = None
     """Signal that the launcher gets at the same time. The act gives it time to arrive."""
     weather: str = ""
-    """What the object store does during the whole run. Empty = the run has none."""
+    """Behaviour of the object store during the whole run. Empty = the run has no store."""
     rank: int = 1
 
 
@@ -149,7 +149,7 @@ def disturb(fault: Fault, step: int, mark: Path, run: Path) -> None:
         return train_step(*args, **passed)
 
     trainer.train_step = counted
-    Transformer.stage = disturbed  # type: ignore[method-assign, assignment]
+    Transformer.stage = disturbed  # type: ignore[method-assign, assignment]  # a disturbance from outside
 
 
 def main() -> int:

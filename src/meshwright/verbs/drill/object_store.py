@@ -48,7 +48,7 @@ class Weather:
             self.failures += 1
             environ["wsgi.input"].read(length // 2)
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
-            return []
+            raise ConnectionResetError
         if self.random.random() < self.share:
             self.failures += 1
             # The body is read first: a client that still sends would see a broken pipe, which is another failure.

@@ -16,7 +16,7 @@ from meshwright.spec.rules.legal import divisors
 from meshwright.spec.units import duration, many
 
 NO_RETURN = "a node that comes back cannot join: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all nodes"
-"""With a shared store, torchrun (2.11 to 2.13) tells the address of the store in its first round alone."""
+"""Note on torchrun with a shared store (2.11 to 2.13): it tells the address of the store in its first round alone."""
 
 
 @dataclass(frozen=True, slots=True)
