@@ -45,7 +45,7 @@ def test_failing_requests_leave_the_global_random_generator_alone(
     names = [str(number) for number in range(20)]
     for name in names:
         (tmp_path / name).write_text(name)
-    server.share, before, state = 0.2, server.failures, random.getstate()
+    server.share, before, state = 0.3, server.failures, random.getstate()
     transfer.upload([(tmp_path / name, folder / name, "") for name in names])
     transfer.download([(folder / name, tmp_path / f"{name}.copy", "") for name in names])
     transfer.persist(folder.list_files)

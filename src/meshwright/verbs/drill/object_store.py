@@ -44,7 +44,7 @@ class Weather:
         self.requests += 1
         length = int(environ.get("CONTENT_LENGTH") or 0)
         time.sleep(self.slow_s)
-        if environ["REQUEST_METHOD"] == "PUT" and self.random.random() < self.torn_share:
+        if self.torn_share and environ["REQUEST_METHOD"] == "PUT" and self.random.random() < self.torn_share:
             self.failures += 1
             environ["wsgi.input"].read(length // 2)
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
