@@ -79,7 +79,7 @@ WORK: dict[str, tuple[str, Work]] = {
     "a large search": (SEARCH.format(model="llama-3.1-70b", batch=512, nodes=128), Work(984_000, 662)),
     "serving": (SERVING, Work(95_700)),
     "rent on few clusters": (RENT.format(more=", devices=['h100'], nodes=[1, 4, 16]"), Work(920_000, 138)),
-    "--help": (HELP, Work(140, modules=29)),
+    "--help": (HELP, Work(144, modules=29)),
     "import meshwright": ("import meshwright", Work(5, modules=14)),
 }
 LONG: dict[str, tuple[str, Work]] = {

@@ -242,3 +242,11 @@ def test_a_row_of_bad_steps_goes_back_too_and_ends_the_run_when_nothing_is_left(
 def test_what_cannot_go_back_is_refused(recipe: dict[str, Any], problem: str) -> None:
     with pytest.raises(PlanError, match=problem):
         Recipe(**{"rollback_spikes": 2, **recipe})
+
+
+def test_a_run_with_a_store_is_refused(texts: Path, tmp_path: Path) -> None:
+    """The store would keep the checkpoints of the spike, and a resumed run would take them."""
+    planned = running.plan(texts, tmp_path / "run", **OPTIONS, rollback_spikes=1)
+    assert not planned.violations()
+    stored = replace(planned, store=replace(planned.store, url="s3://bucket/spikes"))
+    assert any("take recipe.rollback_spikes=0, or no store" in violation for violation in stored.violations())

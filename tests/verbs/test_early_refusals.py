@@ -67,13 +67,14 @@ BASES: dict[str, list[str]] = {
     "rent": ["llama-tiny", "--tokens", "1B"], "explore": ["llama-tiny"], "dryrun": ["model=llama-tiny"],
     "profile": ["model=llama-tiny"], "compare": ["run"], "report": ["run"], "eval": ["hf"], "runs": ["run"],
     "export": ["run", "out"], "import": ["hf", "new"], "quantize": ["hf", "--scheme", "int8", "--out", "out"],
-    "accuracy": ["runs.csv"], "data": [], "launch": ["model=llama-tiny", "--to", "slurm"],
+    "accuracy": ["runs.csv"], "data": [], "drill": [], "launch": ["model=llama-tiny", "--to", "slurm"],
 }  # fmt: skip
 """Words that are right, but for one that the test puts in the place of another or behind them."""
 WRONG = {int: "-7", float: "-7", str: "wrong-thing", Path: "nowhere/at/all"}
 FREE: dict[str, str] = {
     "any text is one": "generate --prompt; chat --system; serve --name",
-    "a folder that is made": "export OUT; import RUN; quantize --out; doctor --runs; explore --out; launch --out",
+    "a folder that is made": "export OUT; import RUN; quantize --out; doctor --runs; explore --out; launch --out; "
+    "drill --out",
     "any image may exist": "launch --image",
     "the matrices of the model are asked": "quantize --keep",
     "read by the code that draws the case": "verify --case",

@@ -19,7 +19,7 @@ THREADS = 8
 """Files on their way at once. A single stream reaches a fraction of what an object store gives to many."""
 ATTEMPTS = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
-"""Pauses before another attempt double from the first to the longest. Eight attempts take about a minute."""
+"""Pauses before another attempt double from the first to the longest. Eight attempts take half a minute."""
 LONGEST_S = 600.0
 """After this time no third attempt begins: each may itself have waited for the network."""
 LEFTOVER_S = 3600.0

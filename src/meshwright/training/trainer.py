@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.parallel.engine import check_replicas
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.spec import Data, Plan
-from meshwright.spec.errors import NonFiniteLoss
+from meshwright.spec.errors import CheckpointError, NonFiniteLoss
 from meshwright.spec.recipe.recipe import DataRead
 from meshwright.spec.rules.passes import draws_dropout
 from meshwright.store import checkpoint, checkpoint_folder
@@ -353,7 +354,10 @@ class Trainer:
         self.saver.wait()
         checkpoints = self.job.rank_zero.broadcast(lambda: checkpoint_folder.list_checkpoints(self.folder.checkpoints))
         earlier = [saved.path for saved in reversed(checkpoints) if saved.step < spike.begun]
-        path = checkpoint.find_newest_whole(earlier, begun=self.pulse.piece_begun) if rollbacks <= most else None
+        path = None
+        if rollbacks <= most:
+            with suppress(CheckpointError):  # all are damaged, on all ranks alike
+                path = checkpoint.find_newest_whole(earlier, begun=self.pulse.piece_begun)
         if path is None:
             if spike.error is not None:
                 raise spike.error()

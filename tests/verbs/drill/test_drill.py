@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.interface.planning.plan_reading import read_plan
 from meshwright.spec.errors import ArgumentError, PlanError, RunError
 from meshwright.verbs.drill import answer, faults
 from meshwright.verbs.drill.answer import drill
@@ -90,3 +91,10 @@ def test_all_faults(tmp_path: Path) -> None:
     # A dead rank within 5 s, one that hangs within a minute of its limit.
     assert noticed["kill"] is not None and noticed["kill"] < 5
     assert noticed["hang"] is not None and noticed["hang"] < 60 + answer.ranks * 5
+
+
+def test_a_drill_leaves_the_store_of_the_plan_alone(tmp_path: Path) -> None:
+    """And a plan that skips a bad step does not skip the drill's."""
+    words = answer._words(("store=s3://bucket/real", "recipe.skip_nonfinite=3"), tmp_path, answer.STEPS)
+    plan, resume = read_plan(words, {})
+    assert (plan.store.url, plan.recipe.skip_nonfinite, resume) == ("", 0, "auto")

@@ -131,7 +131,9 @@ def stand_by() -> None:
             time.sleep(SPARE_S)
         store.set(f"left/{word}", "")
     except RuntimeError:
-        raise RunError("the launcher's store does not answer: torchrun, or the machine it ran on, is gone") from None
+        raise RunError(
+            "the launcher's store does not answer: torchrun, its machine, or the rank that kept the store is gone"
+        ) from None
 
 
 def _dismiss(store: "dist.TCPStore", spares: range) -> None:

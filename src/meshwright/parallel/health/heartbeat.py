@@ -4,13 +4,17 @@ The training reports its step, and groups report each collective. All else is re
 another thread, once a second: phases are functions known by name. So the code of a step contains no reporting.
 """
 
+import gc
 import json
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import accumulate, chain, repeat, takewhile
+from operator import call, is_not, methodcaller
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -179,13 +183,11 @@ class HeartbeatWatch:
 
     def look(self) -> Beat:
         """Return where the thread is now. Takes 20 to 50 microseconds, and as much for each other Python thread."""
-        # CPython's documented way to see other threads; frames are read under the interpreter's lock, never changed.
-        threads = sys._current_frames()
-        frames = list(_frames(threads.pop(self._thread, None)))
+        frames = _stack(self._thread)
         names = [_name(frame) for frame in frames]
         phase, calls = self.phase(names), self.pulse.calls
         # A backward pass compiles on autograd's thread while the main thread only waits.
-        others = (inner for frame in threads.values() for inner in _frames(frame))
+        others = (frame for thread in sys._current_frames() if thread != self._thread for frame in _stack(thread))
         if phase in QUICK and any(_name(frame).startswith(COMPILING) for frame in others):
             phase = COMPILE
         # In a step a busy helper thread must not hide that the main thread hangs.
@@ -220,7 +222,7 @@ class HeartbeatWatch:
         passed_s, self._sampled_s = min(now - self._sampled_s, LONGEST_SAMPLE_S), now
         if self.pulse.ended != self._timed[0]:
             self._timed = (self.pulse.ended, self._work_s, self.pulse.steps_s)
-        names = [_name(frame) for frame in _frames(sys._current_frames().get(self._thread))]
+        names = [_name(frame) for frame in _stack(self._thread)]
         if names and self.phase(names) in WORK and names[0] not in WAITS and not names[0].startswith(COLLECTIVES):
             self._work_s += passed_s
 
@@ -246,10 +248,22 @@ class HeartbeatWatch:
         return phases[-1] if phases else "step" if self.pulse.step else "start"
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def _stack(thread: int) -> list[FrameType]:
+    """Return the frames of a thread, innermost first. Empty = it has ended.
+
+    All is done by one call of C code, from CPython's view of a thread (`sys._current_frames`) to the outermost frame.
+    Between two instructions of Python the other thread could run on, and `f_back` of a frame that it has left may be
+    no frame any more (met with 3.11 on a busy machine). A collection of garbage could also let it run.
+    """
+    innermost = map(methodcaller("get", thread), map(call, (sys._current_frames,)))
+    chained = accumulate(chain(innermost, repeat("f_back")), getattr)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return list(takewhile(partial(is_not, None), chained))
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _module(frame: FrameType) -> str:

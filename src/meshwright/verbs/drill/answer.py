@@ -2,12 +2,12 @@
 
 import os
 import re
-import signal
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Thread
@@ -32,8 +32,8 @@ HANG_S, HANG_STEPS = 5.0, 20
 """Limit of a step without progress: so many seconds, or so many steps of the undisturbed run."""
 STARTS = 3
 """Starts of the launcher, as a scheduler would repeat them, until the run is done."""
-LIMIT_S = 1800.0
-"""Longest time of one start."""
+LIMIT_S, END_S = 1800.0, 60.0
+"""Longest time of one start, and of its end after SIGTERM."""
 SMALL = (
     "model.layers=2", "model.hidden=64", "model.heads=2", "model.kv_heads=2", "model.ffn=128", "recipe.sequence=64",
     "recipe.global_batch=8", "layout.dp_shard=2", "layout.zero=1",
@@ -167,8 +167,11 @@ def _words(words: Sequence[str], folder: Path, steps: int) -> list[str]:
         lines = (f"def f{number}(x):\n    return x + {number}\n\n\n" for number in range(2000))
         (texts / "text.txt").write_text("".join(lines), encoding="utf-8")
         words = (*SMALL, f"data={texts}")
-    every = f"recipe.checkpoint_every={EVERY}"
-    return [*words, f"recipe.steps={steps}", every, "recipe.eval_every=0", "recipe.keep_last=3", "resume=auto"]
+    # The store of a plan is for its real run, and a step that is skipped would hide a fault.
+    return [
+        *words, f"recipe.steps={steps}", f"recipe.checkpoint_every={EVERY}", "recipe.eval_every=0",
+        "recipe.keep_last=3", "recipe.skip_nonfinite=0", "recipe.rollback_spikes=0", "store=", "resume=auto",
+    ]  # fmt: skip
 
 
 class _Runs:
@@ -183,8 +186,8 @@ class _Runs:
         if self.ranks < 2:
             raise PlanError(f"the plan has one rank, and a drill needs two: take {argument('layout.dp_shard', 2)}")
         here = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(self.ranks)]
-        self.launcher = start.split() or [*here, "--max-restarts", "1"]
-        self.environment = dict(os.environ)
+        self.launcher = shlex.split(start) or [*here, "--max-restarts", "1"]
+        self.store_settings: dict[str, str] = {}
         self.weather: Weather | None = None
         self.hang_s, self.undisturbed_s, self.losses = HANG_S, 0.0, dict[int, float]()
 
@@ -193,7 +196,7 @@ class _Runs:
         from meshwright.verbs.drill.object_store import serve, settings
 
         address, self.weather = stack.enter_context(serve())
-        self.environment |= settings(address)
+        self.store_settings = settings(address)
 
     def measure(self) -> None:
         """Train without a fault, for the losses and the time of a step. Raises RunError when that fails."""
@@ -245,10 +248,12 @@ class _Runs:
         mark = self.folder / f"{name}.mark"
         disturbed = ["-m", "meshwright.verbs.drill.faults", name, str(FAULT_STEP), str(rank), str(mark)]
         words = ["train", *self.words, f"run={run}", "--no-dry-run", f"--hang-after={self.hang_s:g}"]
+        environment = dict(os.environ)
         if fault is not None and fault.weather:
+            environment |= self.store_settings
             words += [f"store.url=s3://bucket/{name}", "store.keep_last=3"]
         process = subprocess.Popen(
-            [*self.launcher, *disturbed, *words], env=self.environment, stdout=subprocess.PIPE,
+            [*self.launcher, *disturbed, *words], env=environment, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
         assert process.stdout is not None
@@ -258,14 +263,18 @@ class _Runs:
         reader.start()
         end_s = time.monotonic() + LIMIT_S
         signalled = mark.exists()
-        while reader.is_alive() and time.monotonic() < end_s:
-            if fault is not None and fault.launcher is not None and not signalled and mark.exists():
-                signalled = True
-                process.send_signal(fault.launcher)
-            reader.join(0.05)
-        if reader.is_alive():
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        try:
+            while reader.is_alive() and time.monotonic() < end_s:
+                if fault is not None and fault.launcher is not None and not signalled and mark.exists():
+                    signalled = True
+                    process.send_signal(fault.launcher)
+                reader.join(0.05)
+        finally:
+            # After Ctrl-C too: the launcher ends its ranks, which have sessions of their own.
+            if reader.is_alive():
+                process.terminate()
+                reader.join(END_S)
+                process.kill()
         return process.wait(), printed
 
 

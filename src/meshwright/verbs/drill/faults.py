@@ -107,7 +107,7 @@ FAULTS = (
     Fault(name="hang", what="a rank stands still", says="has stood still", act=hang),
     Fault(name="error", what="a rank meets an unforeseen error", says="failed at step", act=break_down),
     Fault(name="nan", what="a loss is no number", says="the loss is nan", act=lose_number),
-    Fault(name="disk", what="the disk refuses a checkpoint", says="checkpoint", act=fill_disk),
+    Fault(name="disk", what="the disk refuses a checkpoint", says="could not be saved", act=fill_disk),
     Fault(name="damage", what="the newest checkpoint is damaged", says="passed over|damaged", act=damage, rank=0),
     Fault(
         name="slow", what="a rank is slow", says=r"rank \d+.* is slow", act=delay, steps=SLOW_STEPS
