@@ -252,8 +252,8 @@ def _stack(thread: int) -> list[FrameType]:
     """Return the frames of a thread, innermost first. Empty = it has ended.
 
     All is done by one call of C code, from CPython's view of a thread (`sys._current_frames`) to the outermost frame.
-    Between two instructions of Python the other thread could run on, and `f_back` of a frame that it has left may be
-    no frame any more (met with 3.11 on a busy machine). A collection of garbage could also let it run.
+    Between two instructions of Python the other thread could run on. `f_back` of a frame that it has left may be no
+    frame any more: met with 3.11 on a busy machine. A collection of garbage could also let it run.
     """
     innermost = map(methodcaller("get", thread), map(call, (sys._current_frames,)))
     chained = accumulate(chain(innermost, repeat("f_back")), getattr)
