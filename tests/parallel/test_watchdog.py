@@ -1,10 +1,13 @@
 """Who is to blame, from beats alone; what a watched thread is seen to do; how an attempt gets its name."""
 
+import gc
 import importlib
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -339,3 +342,32 @@ def test_who_does_not_come_is_named() -> None:
     with pytest.raises(RunError, match="rank 1 waited 0 s for rank 0"):
         meet(dist.HashStore(), 1, 3, 0.1)
     assert name_ranks({4}) == "rank 4" and name_ranks(set(range(8))) == "ranks 0, 1, 2, 3, 4 and 3 more"
+
+
+def test_a_stack_is_that_of_a_waiting_thread_and_leaves_the_collector_as_it_was() -> None:
+    """Against traceback's own walk. Any generator on the stack is part of it."""
+    release, entered = threading.Event(), threading.Event()
+
+    def wait_inside() -> Iterator[None]:
+        entered.set()
+        release.wait()
+        yield
+
+    thread = threading.Thread(target=lambda: next(wait_inside()))
+    thread.start()
+    entered.wait()
+    ident = thread.ident
+    assert ident is not None
+    try:
+        for collects in (True, False):
+            (gc.enable if collects else gc.disable)()
+            # Event.wait may still be on its way down when the event is seen.
+            right = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[ident])]
+            assert [f.f_code for f in pulses._stack(ident)][-5:] == [f.f_code for f in right][-5:]
+            assert any(f.f_code.co_name == "wait_inside" for f in right)
+            assert gc.isenabled() == collects
+    finally:
+        gc.enable()
+        release.set()
+        thread.join()
+    assert pulses._stack(ident) == []

@@ -43,7 +43,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def mended(monkeypatch: pytest.MonkeyPatch) -> None:
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedRows, "take", PackedRows.take)
     for name in ("ENOUGH_STEPS", "HISTORY_STEPS", "DEVIATIONS"):
         monkeypatch.setattr(spikes, name, getattr(spikes, name))

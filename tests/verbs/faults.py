@@ -2,12 +2,13 @@
 
 import os
 import signal
-import sys
+import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from meshwright.verbs.drill import faults as drill
 
 BAD = 1
 """The rank that is disturbed."""
@@ -15,36 +16,17 @@ BAD = 1
 
 @dataclass(frozen=True, slots=True)
 class In:
-    """In the forward pass of a step, rank `bad` does `act` (a name of this module)."""
+    """In the forward pass of a step, rank `bad` does `act`: a function here, or of the drill."""
 
     step: int
     act: str
     bad: int = BAD
-    once: str = ""
-    """A file that is made: where it exists, nothing happens."""
 
     def __call__(self, rank: int) -> None:
-        from meshwright.model import Transformer
-        from meshwright.training import trainer
-
-        if rank != self.bad or (self.once and Path(self.once).exists()):
-            return
-        act: Callable[[dict[str, Any]], None] = globals()[self.act]
-        stage, train_step = Transformer.stage, trainer.train_step
-        steps = [0]
-
-        def disturbed(model: Any, *args: Any, **named: Any) -> Any:
-            if steps[0] == self.step:
-                if self.once:
-                    Path(self.once).touch()
-                act(named)
-            return stage(model, *args, **named)
-
-        def counted(*args: Any, **named: Any) -> Any:
-            steps[0] += 1
-            return train_step(*args, **named)
-
-        Transformer.stage, trainer.train_step = disturbed, counted  # type: ignore[method-assign]
+        if rank == self.bad:
+            act = globals().get(self.act) or getattr(drill, self.act)
+            mark = Path(tempfile.mkdtemp()) / "mark"
+            drill.disturb(drill.Fault(name=self.act, what="", says="", act=act), self.step, mark, Path())
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,39 +112,6 @@ class Garbage:
         spikes.ENOUGH_STEPS, spikes.HISTORY_STEPS, spikes.DEVIATIONS = self.steps, 8, 4.0
 
 
-def die(named: dict[str, Any]) -> None:
-    """Die as when the kernel kills a process that takes too much memory."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop(named: dict[str, Any]) -> None:
-    """Stop all threads."""
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def sleep(named: dict[str, Any]) -> None:
-    """Halt the main thread alone."""
-    time.sleep(1000)
-
-
-def break_down(named: dict[str, Any]) -> None:
-    """Raise an unforeseen error."""
-    raise ZeroDivisionError("a fault of this machine")
-
-
-def lose_number(named: dict[str, Any]) -> None:
-    """Turn the loss of this rank into NaN."""
-    named["scale"] = named["scale"] * float("nan")
-
-
-def terminate(named: dict[str, Any]) -> None:
+def terminate(passed: drill.Passed, run: Path) -> None:
     """Receive SIGTERM, as from a cluster that wants its machine back."""
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-if __name__ == "__main__":  # torchrun ... -m tests.verbs.faults STEP ACT RANK ONCE WORDS ...
-    from meshwright.verbs.main import main
-
-    step, act, bad, once = sys.argv[1:5]
-    In(int(step), act, int(bad), once)(int(os.environ["RANK"]))
-    sys.exit(main(sys.argv[5:]))

@@ -67,9 +67,9 @@ def test_a_rank_that_is_stopped(texts: Path, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_rank_that_stands_still(texts: Path, tmp_path: Path) -> None:
-    ended = disturbed(texts, tmp_path, "sleep")
+    ended = disturbed(texts, tmp_path, "hang")
     assert ended.codes == [1, 1]
-    still = rf"rank 1 has stood still for [{HANG_S}-9] s at step 5, forward, {CALL} \(verbs/faults.py:\d+ in sleep\)"
+    still = rf"rank 1 has stood still for [{HANG_S}-9] s at step 5, forward, {CALL} \(drill/faults.py:\d+ in hang\)"
     assert re.search(still, ended.line)
 
 
@@ -130,20 +130,18 @@ def test_a_restart_with_fewer_ranks_goes_on(texts: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("seconds", "layout"),
-    [(0.05, "dp_shard=2"), (0.05, "tp=2"), (0.0, "dp_shard=2"), (0.05, "pp=2")],
-)
-def test_a_rank_that_is_slow_is_named_and_the_run_goes_on(
-    texts: Path, tmp_path: Path, seconds: float, layout: str
-) -> None:
-    """50 ms more in each forward pass. Without it nobody is, nor is one of two stages, which do unequal work."""
+@pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2", "pp=2"])
+def test_a_rank_that_is_slow_is_named_and_the_run_goes_on(texts: Path, tmp_path: Path, layout: str) -> None:
+    """50 ms more in each forward pass. A stage of two is not named: they do unequal work.
+
+    That noise names nobody is simulated (tests/parallel/test_slow_ranks.py). Here it is whatever else the machine does.
+    """
     run = tmp_path / "run"
-    asked = ["recipe.steps=60" if seconds else "recipe.steps=200", f"layout.{layout}", "layout.micro_batch=2"]
-    ended = launch(2, words(texts, run, *asked, "layout.zero=0"), tmp_path, fault=Slow(seconds))
+    asked = ["recipe.steps=60", f"layout.{layout}", "layout.micro_batch=2"]
+    ended = launch(2, words(texts, run, *asked, "layout.zero=0"), tmp_path, fault=Slow(0.05))
     assert ended.codes == [0, 0], ended.errors
     records = [row for row in MetricsLog.read(run / "metrics.jsonl") if row.get("kind") == "slow rank"]
-    if not seconds or layout == "pp=2":
+    if layout == "pp=2":
         assert not ended.errors and not records
         return
     assert re.fullmatch(
@@ -181,7 +179,7 @@ def test_all_ranks_go_back_before_a_spike_of_the_loss(texts: Path, tmp_path: Pat
 def test_torchrun_restarts_what_was_killed(texts: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1"]
-    fault = ["-m", "tests.verbs.faults", "5", "die", "1", str(tmp_path / "once")]
+    fault = ["-m", "meshwright.verbs.drill.faults", "kill", "5", "1", str(tmp_path / "mark")]
     asked = words(texts, run, "layout.dp_shard=2", "recipe.steps=8", "resume=auto")
     ended = subprocess.run(
         [*torchrun, *fault, *asked], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False

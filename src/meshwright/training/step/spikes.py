@@ -1,4 +1,4 @@
-"""Spikes of the loss: how one is told from noise, and what a checkpoint keeps for it.
+"""Spikes of the loss: how a spike differs from noise, and what a checkpoint stores about it.
 
 PaLM (arXiv:2204.02311, section 5.1) met about 20 spikes in spite of clipping. It went back to a checkpoint about 100
 steps before each, skipped 200 to 500 batches, and saw no spike there again. The same batches did no harm to the weights

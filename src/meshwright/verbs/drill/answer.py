@@ -57,7 +57,7 @@ class Outcome:
     lost_seconds: float
     """Time that the run took longer than the one without a fault."""
     starts: int
-    """Starts of the launcher. More than one = a scheduler has to start the job again."""
+    """Number of times that the launcher was started. 2 or more = a scheduler has to start the job again."""
     problem: str
     """Why this fault is not survived. Empty = the run went on by itself, with the same losses."""
 
@@ -290,6 +290,4 @@ def _read(stream: IO[str], log: Path, printed: list[tuple[float, str]]) -> None:
 
 def read_losses(run: Path) -> dict[int, float]:
     """Return step -> loss of a run. Empty = it has no step."""
-    path = run / "metrics.jsonl"
-    rows = MetricsLog.read(path) if path.is_file() else ()
-    return {row["step"]: row["loss"] for row in rows if "kind" not in row}
+    return {row["step"]: row["loss"] for row in MetricsLog.read(run / "metrics.jsonl") if "kind" not in row}
