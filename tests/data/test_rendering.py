@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.data.chat import rendering
@@ -63,7 +63,17 @@ def test_what_is_trained_is_what_transformers_marks(name: str, marks: bool, data
     assert list(marked.trained) == spans
 
 
+SHORT_ANSWER_IN_LONG_TEXT = [
+    {"role": role, "content": content}
+    for role, content in zip(
+        ("system", *("user", "assistant") * 3), ("two  two", "", "", "", "two", "", ""), strict=True
+    )
+]
+"""The text of the second answer stands in that of the system, and the thoughts of the first in the last."""
+
+
 @settings(max_examples=60, deadline=None)
+@example(messages=SHORT_ANSWER_IN_LONG_TEXT, thoughts=["", "", ""])
 @given(messages=conversations(answered=True), thoughts=st.lists(st.sampled_from(["", "a", "b\n\nc"]), min_size=3))
 def test_a_template_that_drops_thoughts_gives_a_sample_for_each_answer(messages: Any, thoughts: list[str]) -> None:
     """Each as the model sees it: thoughts of its own, none of earlier answers."""

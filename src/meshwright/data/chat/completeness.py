@@ -77,9 +77,9 @@ def _follow_in_order(contents: Sequence[tuple[str, ...]], text: str) -> bool:
 def _find_missing(contents: Sequence[tuple[str, ...]], text: str) -> int | None:
     """Return the number of a content that has no part of the text to itself, in any order, or None.
 
-    The longest contents are looked up first: "hi" is in "hi there".
+    The longest forms are looked up first: "hi" is in "hi there". An answer counts without thoughts that are left out.
     """
-    for number in sorted(range(len(contents)), key=lambda number: -len(_remove_blanks(contents[number][0]))):
+    for number in sorted(range(len(contents)), key=lambda number: -_locate(contents[number], text)[1]):
         start, length = _locate(contents[number], text)
         if start < 0:
             return number
