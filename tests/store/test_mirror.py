@@ -18,23 +18,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from meshwright import planfile
+from meshwright.observe.ranks import on_ranks
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.remote import transfer
 from meshwright.remote.locations import Location
-from meshwright.spec import Plan
+from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import CheckpointError, PlanError, RunError, StoreError
 from meshwright.spec.plan.plan import Store
 from meshwright.store import checkpoint_folder, durable, mirror
 from meshwright.store.mirror import StoredRun, Uploader
 from meshwright.store.run_folder import RunLock
 from meshwright.training import loop
+from meshwright.training.job import check_disks
 from meshwright.verbs.main import main
 from tests.remote import object_store
 from tests.remote.object_store import Weather
 from tests.training import running
-from tests.training.running import Crashed, PowerCut, assert_same_end
+from tests.training.running import Crashed, PowerCut, Terminated, assert_same_end
 
 OPTIONS: dict[str, Any] = {"steps": 14, "eval_every": 3, "checkpoint_every": 4}
 
@@ -490,6 +493,30 @@ def start(ranks: int, *words: str) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
 
 
+def train_on(machines: list[str], environment: dict[str, str], training: Plan, resume: str, until: int) -> str:
+    """Train as one rank whose current folder is its machine: one relative path is another folder on each of them.
+
+    Returns the refusal, empty when the run has ended.
+    """
+    os.environ.update(environment)
+    os.fsync = lambda number: None
+    os.chdir(machines[dist.get_rank()])
+    try:
+        loop.run(training, resume=resume, watchers=[Terminated(until)])
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def start_on(machines: list[Path], training: Plan, resume: str = "auto", until: int = 0) -> list[str]:
+    """Train on a rank for each of these machines, `until` a step. Returns refusals by rank."""
+    for machine in machines:
+        machine.mkdir(exist_ok=True)
+    environment = {name: word for name, word in os.environ.items() if name.startswith("AWS_")}
+    folders = [str(machine) for machine in machines]
+    return on_ranks(len(machines), train_on, folders, environment, training, resume, until)
+
+
 def test_ranks_upload_and_fetch_their_parts(texts: Path, tmp_path: Path, url: str) -> None:
     """Two ranks train, their disk is lost, two others go on: every bit is as if nothing had happened."""
     data = f"data={texts}"
@@ -501,6 +528,47 @@ def test_ranks_upload_and_fetch_their_parts(texts: Path, tmp_path: Path, url: st
     wipe(tmp_path / "broken")
     assert start(2, data, "recipe.steps=6", f"run={tmp_path / 'broken'}", f"store={url}", "resume=auto").wait(120) == 0
     assert_same_end(tmp_path / "broken", tmp_path / "whole")
+
+
+def test_machines_without_a_common_folder_meet_in_the_store(texts: Path, tmp_path: Path, url: str) -> None:
+    """Each machine holds what its ranks wrote. One is lost, another takes over as the first: every bit is the same."""
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    layout, options = Layout(dp_shard=4, zero=3, micro_batch=1), {"checkpoint_every": 2, "log_every": 1, "steps": 9}
+    training = replace(plan(texts, Path("run"), url, **options), layout=layout)
+    assert not any(start_on([first, second] * 2, training, until=6))
+    held = {m: sorted(path.name for path in (m / "run" / "checkpoints").iterdir()) for m in (first, second)}
+    assert held == {machine: [".parts-step-000004", ".parts-step-000006"] for machine in (first, second)}
+    for machine, ranks in ((first, {"1", "3"}), (second, {"2", "4"})):
+        shards = (machine / "run" / "checkpoints" / ".parts-step-000006").glob("shard-*")
+        assert {path.name.removeprefix("shard-0000")[0] for path in shards} == ranks
+    shutil.rmtree(first)
+    assert not any(start_on([second, third, third, second], training, until=7))
+    assert not any(start_on([third, second, third, third], training))
+    whole = tmp_path / "whole"
+    assert not any(start_on([whole] * 4, replace(training, store=Store())))
+    assert_same_end(brought(url, tmp_path), whole / "run")
+
+
+def brought(url: str, tmp_path: Path) -> Path:
+    """Bring a run from the store, as a reader does."""
+    run = tmp_path / "brought"
+    stored(url).fetch_records(run)
+    name = stored(url).list_checkpoints()[-1].name
+    stored(url).publish(name, stored(url).fetch(name, run / "checkpoints"))
+    return run
+
+
+def test_machines_without_a_common_folder_are_refused_at_the_start(texts: Path, tmp_path: Path) -> None:
+    training = replace(plan(texts, Path("run"), ""), layout=Layout(dp_shard=2, micro_batch=2))
+    reason = "not every rank sees run='run' of rank 0, and no machine would have a whole checkpoint: choose a folder"
+    refusals = start_on([tmp_path / "first", tmp_path / "second"], training, "no")
+    assert all(reason in refusal for refusal in refusals)
+    assert not list(tmp_path.glob("*/*"))
+    stored = replace(training, store=Store(url="s3://bucket/run"))
+    check_disks(stored)
+    pairs = replace(stored, data=replace(stored.data, form="pairs"), recipe=replace(stored.recipe, objective="dpo"))
+    with pytest.raises(PlanError, match=r"not every rank sees .* and recipe\.objective=dpo has tables that all ranks"):
+        check_disks(pairs)
 
 
 KILLS = int(os.environ.get("MESHWRIGHT_KILLS", "3"))

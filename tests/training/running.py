@@ -68,7 +68,7 @@ class Notes:
         self.evaluations.append(metrics)
 
     def saved(self, step: int, path: Path) -> None:
-        assert path.is_dir() and int(path.name.removeprefix("step-")) == step
+        assert path.is_dir() and int(path.name.rpartition("-")[2]) == step
         self.saves.append(step)
 
     def ended(self, summary: Summary) -> None:

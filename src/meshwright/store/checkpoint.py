@@ -6,7 +6,7 @@
         COMMIT                                         step, score, and the size and hash of every file
 
 Tensors may be DTensors: each rank writes its shards and reads what it needs, so a checkpoint loads under any layout.
-All ranks of `group` call `save` and `load` together, on a shared file system; `stream` is for one process.
+All ranks of `group` call `save` and `load` together; `stream` is for one process.
 
 All random states of a process are saved as plain tensors, so that a resumed run draws the same numbers.
 """
@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
-from meshwright.parallel.groups.group import gather_objects, union_of_names
+from meshwright.parallel.groups.group import agree, broadcast_object, union_of_names
 from meshwright.spec.errors import CheckpointError, DamagedCheckpoint, argument
 from meshwright.spec.units import gib
 from meshwright.store import checkpoint_folder
@@ -47,7 +47,8 @@ from meshwright.store.checkpoint_folder import find_best as find_best
 from meshwright.store.checkpoint_folder import find_latest as find_latest
 from meshwright.store.checkpoint_folder import list_checkpoints as list_checkpoints
 from meshwright.store.checkpoint_folder import sweep as sweep
-from meshwright.store.durable import sync_folder, write_file
+from meshwright.store.disks import MachineDisk
+from meshwright.store.durable import write_file
 
 RNG_PREFIX = "rng."
 """Prefix of random states in a checkpoint. A run resumed on other devices loads those that exist."""
@@ -119,6 +120,7 @@ def save(
     uploading: Callable[[], int | None] = lambda: None,
     group: dist.ProcessGroup | None = None,
     check: Callable[[], None] | None = None,
+    disk: MachineDisk | None = None,
 ) -> Path:
     """Write `folder/step-NNNNNN` and return its path. The folder appears complete or not at all.
 
@@ -131,12 +133,17 @@ def save(
         values: JSON state; rank 0's is written.
         uploading: Tells the step of an earlier checkpoint that must not be removed yet.
         check: Called before each tensor is written. An exception ends the save on all ranks.
+        disk: Where machines share no folder: each gets a hidden one with the files of its ranks, to be uploaded.
 
     Raises:
         CheckpointError: The disk is full or not writable (earlier checkpoints remain), or `values` is not JSON.
     """
     state = _encode_state(values)
     saving, target = checkpoint_folder.paths_of_step(folder, step)
+    if disk is not None:
+        target = checkpoint_folder.path_of_parts(target)
+    owns_folder = _rank(group) == 0 if disk is None else disk.index == 0
+    commits: list[Commit] = []
 
     # Both run on the coordinator alone: before any rank writes, and after all have.
     def begin() -> None:
@@ -148,14 +155,13 @@ def save(
         write_file(saving / STATE, state)
         # COMMIT comes last: its presence says that all other files are complete on disk.
         files = [*files, checkpoint_folder.record_file(saving / STATE)]
-        checkpoint_folder.write_commit(saving, Commit(step=step, score=_finite(score), files=tuple(files)))
-        sync_folder(saving)
-        checkpoint_folder.publish(saving, target)
+        commits.append(Commit(step=step, score=_finite(score), files=tuple(files)))
+        checkpoint_folder.commit(saving, target, commits[0])
 
     try:
         _write(tensors, CheckpointWriter(saving, begin, end), group, check)
     except BaseException as error:
-        if _rank(group) == 0:
+        if owns_folder:
             checkpoint_folder.discard(saving)
         # A full disk gets a remedy; anything else is a fault or an interrupt.
         if not isinstance(error, OSError):
@@ -163,8 +169,22 @@ def save(
         failure = _save_error(target, error, sum(t.numel() * t.element_size() for t in tensors.values()))
         failure.reported_elsewhere = _rank(group) > 0
         raise failure from None
-    if _rank(group) == 0:
-        checkpoint_folder.remove_surplus(folder, step, keep_last, uploading())
+    if disk is None:
+        if owns_folder:
+            checkpoint_folder.remove_surplus(folder, step, keep_last, uploading())
+        return target
+    commits, under_way = broadcast_object(0, (commits, uploading()), group)
+
+    def commit_parts() -> None:
+        """Commit the files of this machine: COMMIT lists those of all, and each rank uploads its own by it."""
+        try:
+            if _rank(group) > 0:
+                checkpoint_folder.commit(saving, target, commits[0])
+            checkpoint_folder.remove_other_parts(folder, step, under_way)
+        except OSError as error:
+            raise _save_error(target, error, commits[0].size_bytes) from None
+
+    agree(commit_parts if owns_folder else lambda: None, group)
     return target
 
 
@@ -385,29 +405,8 @@ def _world(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if _distributed() else 1
 
 
-def agree(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Run `work` on every rank. If one rank raises CheckpointError, all raise it, so that none hangs later."""
-    answers: list[T] = []
-    refusal: CheckpointError | None = None
-    try:
-        answers.append(work())
-    except CheckpointError as error:
-        refusal = error
-    # Reached by every rank, with or without an error, since gathering is a collective.
-    refusals = [error for error in (gather_objects(refusal, group) if _distributed() else [refusal]) if error]
-    if refusals:
-        raise _reword(refusals[0], str(refusals[0]), type(refusals[0]), elsewhere=_rank(group) > 0)
-    return answers[0]
-
-
-def _reword(
-    error: CheckpointError,
-    sentence: str,
-    kind: type[CheckpointError] = CheckpointError,
-    *,
-    elsewhere: bool = False,
-) -> CheckpointError:
+def _reword(error: CheckpointError, sentence: str) -> CheckpointError:
     """Return `error` under another sentence, still attributed to the rank that raised it."""
-    failure = kind(sentence)
-    failure.reported_elsewhere = error.reported_elsewhere or elsewhere
+    failure = CheckpointError(sentence)
+    failure.reported_elsewhere = error.reported_elsewhere
     return failure

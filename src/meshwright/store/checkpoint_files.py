@@ -183,6 +183,8 @@ class CheckpointWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items. Each WriteResult carries the FileRecord of its file."""
         files = _files(plan.items)
+        # The coordinator has made it, but perhaps on another machine.
+        self.path.mkdir(exist_ok=True)
         paths = [
             self.path / f"shard-{plan.storage_data:05d}-model-{i:05d}-of-{len(files):05d}.safetensors"
             for i in range(1, len(files) + 1)

@@ -32,6 +32,8 @@ MOST_OF_A_RECORD = 2**16
 _SAVING, _REMOVING = ".saving-", ".removing-"
 FETCHING = ".fetching-"
 """Start of the name of a checkpoint that is downloaded."""
+_PARTS = ".parts-"
+"""Start of the name of what a machine holds of a checkpoint, where machines share no folder."""
 log = logging.getLogger(__name__)
 
 
@@ -278,6 +280,18 @@ def paths_of_step(folder: Path, step: int) -> tuple[Path, Path]:
     return folder / (_SAVING + name), folder / name
 
 
+def path_of_parts(target: Path) -> Path:
+    """Return the path of what this machine holds of a checkpoint. It is hidden, since no reader can use it."""
+    return target.with_name(_PARTS + target.name)
+
+
+def commit(saving: Path, target: Path, contents: Commit) -> None:
+    """Write COMMIT and make a checkpoint visible. Every other file must be on disk already."""
+    write_commit(saving, contents)
+    sync_folder(saving)
+    publish(saving, target)
+
+
 def publish(saving: Path, target: Path) -> None:
     """Make a complete checkpoint visible: rename it to its final path."""
     # An older one of that name is moved aside first. `sweep` repairs a kill between the two renames.
@@ -311,6 +325,22 @@ def remove_surplus(folder: Path, step: int, keep_last: int, uploading: int | Non
                 _delete(_hide(saved.path))
             except OSError as error:
                 log.warning("%s cannot be removed: %s", saved.path, error.strerror)
+
+
+def remove_other_parts(folder: Path, step: int, uploading: int | None) -> None:
+    """Remove what this machine holds of checkpoints but the newest two, which make a restart fast. Raises OSError.
+
+    The store has them whole. `uploading`: step of one on its way there.
+    """
+    steps = {path: int(path.name.rpartition("-")[2]) for path in folder.iterdir() if _holds_step(path)}
+    retained = {uploading, *sorted(number for number in steps.values() if number <= step)[-2:]}
+    for path, number in steps.items():
+        if number not in retained:
+            _delete(_hide(path))
+
+
+def _holds_step(path: Path) -> bool:
+    return _STEP_NAME.fullmatch(path.name.removeprefix(_PARTS)) is not None
 
 
 def discard(path: Path) -> None:

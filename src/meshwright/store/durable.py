@@ -13,6 +13,8 @@ from meshwright.spec.units import gib
 
 RUN = argument("run")
 """The argument that most paths come from."""
+NODE_DISKS = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"})
+"""File systems of one machine."""
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -52,6 +54,17 @@ def free_bytes(path: Path) -> int | None:
         return shutil.disk_usage(nearest).free
     except OSError:
         return None
+
+
+def file_system(path: Path) -> str:
+    """Return the type of the file system of a path, which need not exist. Empty = unknown here."""
+    mounts = Path("/proc/mounts")
+    lines = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()] if mounts.exists() else []
+    holding = [
+        (len(point), number, kind) for number, (_, point, kind, *_) in enumerate(lines) if path.is_relative_to(point)
+    ]
+    # Of equal mount points the last hides those before it.
+    return max(holding)[2] if holding else ""
 
 
 def check_room(folder: Path, needed_bytes: int, what: object) -> None:

@@ -35,7 +35,7 @@ from meshwright.spec.plan.plan import Store
 from meshwright.spec.units import many
 from meshwright.store import checkpoint_folder
 from meshwright.store.checkpoint_folder import COMMIT, Commit
-from meshwright.store.durable import check_room, replace_file, sync_folder
+from meshwright.store.durable import check_room, replace_file
 
 CHECKPOINTS = "checkpoints"
 RUN_ID = "run-id"
@@ -208,17 +208,19 @@ class StoredRun:
         """
         commit, hidden = self.read_commit(name), checkpoints / f"{checkpoint_folder.FETCHING}{name}"
         hidden.mkdir(parents=True, exist_ok=True)
-        local = checkpoints / f"step-{commit.step:06d}"
+        _, whole = checkpoint_folder.paths_of_step(checkpoints, commit.step)
+        holders = whole, checkpoint_folder.path_of_parts(whole)
         index, parts = part
         missing = []
         for file in commit.files[index::parts]:
             begun()
             if not checkpoint_folder.find_difference(hidden, file):
                 continue
-            if checkpoint_folder.find_difference(local, file):
+            intact = (path for path in holders if not checkpoint_folder.find_difference(path, file))
+            if (holder := next(intact, None)) is None:
                 missing.append(file)
             else:
-                shutil.copyfile(local / file.name, hidden / file.name)
+                shutil.copyfile(holder / file.name, hidden / file.name)
         # Ranks may share the disk.
         check_room(hidden, parts * sum(file.size_bytes for file in missing), self.checkpoints / name)
         download([(self.checkpoints / name / file.name, hidden / file.name, file.sha256) for file in missing], begun)
@@ -229,10 +231,10 @@ class StoredRun:
         commit = self.read_commit(name)
         remove_parts(hidden, 0.0)
         checkpoint_folder.check_sizes(hidden, commit)
-        checkpoint_folder.write_commit(hidden, commit)
-        sync_folder(hidden)
-        target = hidden.parent / f"step-{commit.step:06d}"
-        checkpoint_folder.publish(hidden, target)
+        _, target = checkpoint_folder.paths_of_step(hidden.parent, commit.step)
+        checkpoint_folder.commit(hidden, target, commit)
+        # launch.sh asks what a run has saved since it started.
+        os.utime(target, (0, 0))
         return target
 
 
@@ -524,13 +526,15 @@ def upload_last_records(store: Store, folder: Path) -> None:
         log.warning("the last records of the run are on local disk alone: %s", error)
 
 
-def choose_newer(run: StoredRun, folder: Path, damaged: Collection[str] = ()) -> str:
+def choose_newer(run: StoredRun, folder: Path, damaged: Collection[str] = (), *, everywhere: bool = False) -> str:
     """Return the name of the newest sound checkpoint in the store. Empty = local disk is as new, or newer.
 
-    `folder`: the run's folder. `damaged`: names that turned out to be damaged. Raises StoreError when the disk of the
-    folder has too little room, DamagedCheckpoint when nothing but damaged checkpoints is there.
+    `folder`: the run's folder. `damaged`: names that turned out to be damaged. `everywhere`: other machines need it,
+    whatever this one has. Raises StoreError when the disk of the folder has too little room, DamagedCheckpoint when
+    nothing but damaged checkpoints is there.
     """
-    local = [saved.step for saved in checkpoint_folder.list_checkpoints(folder / CHECKPOINTS) if not saved.problem]
+    checkpoints = [] if everywhere else checkpoint_folder.list_checkpoints(folder / CHECKPOINTS)
+    local = [saved.step for saved in checkpoints if not saved.problem]
     for stored in run.newest_first():
         if local and stored.step <= max(local):
             break

@@ -32,6 +32,7 @@ from meshwright.spec.errors import CheckpointError, MeshwrightError
 from meshwright.spec.weights.boxes import Box
 from meshwright.store import checkpoint
 from meshwright.store.checkpoint_files import ONE_PROCESS
+from meshwright.store.disks import MachineDisk
 
 if TYPE_CHECKING:
     from meshwright.store.mirror import Mirror
@@ -170,6 +171,7 @@ class Saver:
         saved: Called with (step, path) after each commit, by the thread that calls the methods.
         begun: Called before each tensor is written, by the threads that write.
         mirror: Uploads what was saved. None = checkpoints stay in `folder`.
+        disk: The ranks that see `folder`, where machines share none.
     """
 
     def __init__(
@@ -181,11 +183,14 @@ class Saver:
         saved: Callable[[int, Path], None],
         begun: Callable[[], None] = lambda: None,
         mirror: "Mirror | None" = None,
+        disk: MachineDisk | None = None,
     ) -> None:
         self.folder, self.keep_last, self.group, self.saved, self.begun = folder, keep_last, group, saved, begun
-        self.mirror = mirror
+        self.mirror, self.disk = mirror, disk
         self.blocked_s = 0.0
         """Seconds that callers have waited, for copies, writes and earlier saves."""
+        self.newest: Path | None = None
+        """The last checkpoint that this process saved."""
         self._staging = Staging()
         self._assigned: set[str] | None = None
         self._flight: _Flight | None = None
@@ -227,7 +232,7 @@ class Saver:
         """Save, then begin the upload that rank 0 decides on. All ranks call this, perhaps in their threads."""
         mirror = self.mirror
         uploading = (lambda: None) if mirror is None else lambda: mirror.step
-        path = checkpoint.save(self.folder, step=step, group=group, uploading=uploading, **settings)
+        path = checkpoint.save(self.folder, step=step, group=group, uploading=uploading, disk=self.disk, **settings)
         self._upload(step, path, group, last=last)
         return path
 
@@ -327,6 +332,7 @@ class Saver:
         if flight.error is not None:
             raise flight.error
         assert flight.path is not None
+        self.newest = flight.path
         self.saved(flight.step, flight.path)
 
 

@@ -16,9 +16,10 @@ from meshwright import __version__, planfile
 from meshwright.data import Corpus
 from meshwright.data import prepare as prepare_data
 from meshwright.data.sequences.numbered_rows import NumberedRows, numbered_rows
+from meshwright.formats.hub.config import GENERATION
 from meshwright.parallel import Mesh, make_mesh
 from meshwright.parallel.blocks.compiling import find_missing_tool
-from meshwright.parallel.groups.group import Group, RankZero, check_same
+from meshwright.parallel.groups.group import Group, RankZero, agree, check_same
 from meshwright.parallel.groups.mesh import saving_group
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.pipeline.pass_graphs import check_device
@@ -26,7 +27,9 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, DamagedCheckpoint, PlanError, StoreError, argument
 from meshwright.spec.recipe.recipe import UNREAD, DataRead
 from meshwright.store import checkpoint, checkpoint_folder
-from meshwright.store.default_folders import drop_unbegun, explain_new_run, find_begun_run, settle_run
+from meshwright.store.default_folders import drop_unbegun, explain_new_run, find_begun_run, is_open, settle_run
+from meshwright.store.disks import MachineDisk, find_disk
+from meshwright.store.durable import replace_file, report_in_one_line
 from meshwright.store.model_weights import base_fingerprint
 from meshwright.store.run_folder import RunFolder, RunLock
 from meshwright.training import device as devices
@@ -174,6 +177,8 @@ class Job:
     """About checkpoints that do not fit, on rank 0."""
     stored_step: int | None
     """Newest step in the plan's store when the job began, on rank 0. None = the store had none."""
+    disk: MachineDisk | None
+    """The ranks that see this rank's run folder. None = all see one."""
 
     def add_lines(self, *lines: tuple[str, str]) -> None:
         """Add (label, sentence) lines to the forecast."""
@@ -198,6 +203,9 @@ def open_job(
     if plan.store.url and not rank_zero.is_here:
         # Every rank uploads, and machines may differ in credentials and installed libraries.
         _open_store(plan.store.url).location.refuse_unwritable("store.url")
+    disk = find_disk(Path(plan.run).parent if is_open(plan.run) else Path(plan.run), rank_zero)
+    if disk is not None:
+        check_disks(plan)
 
     device = devices.pick_device()
     # From one rank to all: machines of a mixed cluster would plan for different devices.
@@ -230,9 +238,12 @@ def open_job(
         leftover_warning=leftover_warning,
         disk_warning=disk_warning,
         stored_step=stored_step,
+        disk=disk,
     )
     if execution:
         job.add_lines(("execution", execution))
+    if disk is not None:
+        job.add_lines(("store", f"machines share no run folder: whole checkpoints are in {plan.store.url} alone"))
     return job
 
 
@@ -285,6 +296,7 @@ def open_run_folder(job: Job, corpus: Corpus) -> Iterator[RunFolder]:
             stack.push(lambda kind, error, trace: drop_unbegun(path) if kind else None)
         fetch_newest(job, path)
         created = job.rank_zero.run(lambda: _create_folder(job, path, corpus))
+        copy_to_machines(job, path / GENERATION)
         yield stack.enter_context(created) if created is not None else RunFolder(path=path, plan=job.plan)
 
 
@@ -293,6 +305,38 @@ def _create_folder(job: Job, path: Path, corpus: Corpus) -> RunFolder:
     if job.resume in ("no", "auto") and not checkpoint_folder.list_checkpoints(folder.checkpoints):
         keep_extra_files(job.plan, path, corpus.tokenizer)
     return folder
+
+
+def check_disks(plan: Plan) -> None:
+    """Raise PlanError unless a plan can run on machines that share no run folder."""
+    where = f"not every rank sees {argument('run', plan.run)} of rank 0"
+    if not plan.store.url:
+        raise PlanError(
+            f"{where}, and no machine would have a whole checkpoint: choose a folder that all machines share, or let "
+            f"them meet in an object store ({argument('store.url', 'URL')})"
+        )
+    recipe = plan.recipe
+    if recipe.traits.pairs or recipe.distillation_top_k:
+        key = f"recipe.objective={recipe.objective}" if recipe.traits.pairs else "recipe.distillation_top_k"
+        raise PlanError(f"{where}, and {key} has tables that all ranks read: choose a folder that all machines share")
+
+
+def copy_to_machines(job: Job, file: Path) -> None:
+    """Copy a small file of the run folder, if there, from rank 0 to the machines that do not see it. All ranks."""
+    if job.disk is None:
+        return
+    content = job.rank_zero.broadcast(lambda: file.read_bytes() if file.exists() else b"")
+
+    def write() -> None:
+        checkpoints = file.parent / "checkpoints"
+        with report_in_one_line(file.parent):
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            checkpoint_folder.sweep(checkpoints)
+            if content:
+                replace_file(file, content)
+
+    writes = job.disk.index == 0 and not job.rank_zero.is_here
+    agree(write if writes else lambda: None, job.mesh["world"].process_group)
 
 
 def fetch_newest(job: Job, run: Path) -> None:
@@ -309,7 +353,7 @@ def fetch_newest(job: Job, run: Path) -> None:
         return RunLock.take(run)
 
     def choose() -> str:
-        if name := choose_newer(stored, run, damaged):
+        if name := choose_newer(stored, run, damaged, everywhere=job.disk is not None):
             stored.fetch_records(run)
         return name
 
@@ -351,17 +395,21 @@ def _open_store(url: str) -> "StoredRun":
 
 
 def _fetch(job: Job, stored: "StoredRun", name: str, checkpoints: Path) -> Path:
-    """Download a checkpoint, each rank a part of its files. Raises CheckpointError on all ranks if one fails."""
+    """Download a checkpoint, each rank a part of its files. Raises CheckpointError on all ranks if one fails.
+
+    Where machines share no folder, each of them gets all files.
+    """
     world = job.mesh["world"]
+    sharing, path = job.disk or world, checkpoints / name.rpartition("-")[0]
 
     def fetch_part() -> Path:
         try:
-            return stored.fetch(name, checkpoints, (world.index, world.size), job.pulse.piece_begun)
+            return stored.fetch(name, checkpoints, (sharing.index, sharing.size), job.pulse.piece_begun)
         except StoreError as error:
             raise (DamagedCheckpoint if error.is_damage else CheckpointError)(str(error)) from None
 
-    hidden = checkpoint.agree(fetch_part, world.process_group if world.size > 1 else None)
-    return job.rank_zero.broadcast(lambda: stored.publish(name, hidden))
+    hidden = agree(fetch_part, world.process_group)
+    return agree(lambda: stored.publish(name, hidden) if sharing.index == 0 else path, world.process_group)
 
 
 def catch_interrupts(job: Job) -> Interrupt:

@@ -24,7 +24,7 @@ from meshwright.store import checkpoint, checkpoint_folder
 from meshwright.store.run_folder import MetricsLog, RunFolder, write_document
 from meshwright.store.saver import Saver
 from meshwright.training import device
-from meshwright.training.job import Job
+from meshwright.training.job import Job, copy_to_machines
 from meshwright.training.objectives.objectives import TEXT, Task
 from meshwright.training.optimizer.optimizer import learning_rate
 from meshwright.training.records import (
@@ -117,6 +117,7 @@ class Trainer:
             saved=lambda step, path: self._notify("saved", step, path),
             begun=self.pulse.piece_begun,
             mirror=self._open_mirror(),
+            disk=self.job.disk,
         )
 
     def _open_mirror(self) -> "Mirror | None":
@@ -145,10 +146,11 @@ class Trainer:
         # Watchers come before the first step: a service that cannot be reached ends the run here.
         self._notify("started", self._describe_run())
         if self.plan.store.url:
-            from meshwright.store.mirror import claim_store
+            from meshwright.store.mirror import RUN_ID, claim_store
 
             # Only now: the folder of a run that was refused goes away, and its store would have no owner.
             self.job.rank_zero.run(lambda: claim_store(self.plan.store, self.job.resume, self.folder.path))
+            copy_to_machines(self.job, self.folder.path / RUN_ID)
         self.state.engine.train()
         # Signals reach ranks at different times, so all must agree on the step after which they stop.
         self._stop = StopAgreement(self.state.engine.mesh["world"], self.device, stop, self.saver)
@@ -336,7 +338,7 @@ class Trainer:
         where = f" ({who}, last collective {call})" if self.plan.layout.world > 1 else ""
         # A save under way may still become the last good checkpoint that the message names.
         self.saver.settle()
-        last = checkpoint.find_latest(self.folder.checkpoints)
+        last = checkpoint.find_latest(self.folder.checkpoints) if self.job.disk is None else self.plan.store.url
         remaining = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
         return NonFiniteLoss(
             f"step {step}{where}: the {what} is {number}{row}; {remaining}. Lower recipe.learning_rate (now "
@@ -497,7 +499,8 @@ class Trainer:
             saving_seconds=self.saver.blocked_s,
             malformed_rows=self.corpus.malformed.malformed,
             peak_allocated_bytes=device.peak_bytes(self.device),
-            checkpoint=checkpoint.find_latest(self.folder.checkpoints),
+            # Where machines share no folder, only a store has whole ones.
+            checkpoint=self.saver.newest or checkpoint.find_latest(self.folder.checkpoints),
             stopped=stopped,
             goodput=read_goodput(self.folder.goodput) if self.is_rank_zero else None,
         )

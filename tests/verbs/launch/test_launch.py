@@ -48,9 +48,12 @@ def stand_in(folder: Path, name: str, lines: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("lines", "code"),
     [
-        ("exit 0", 0), ("mkdir -p {run}/checkpoints/step-000007; exit 1", 75), ("exit 1", 1), ("exit 127", 127),
+        ("exit 0", 0), ("sleep 0.1; mkdir -p {run}/checkpoints/step-000007; exit 1", 75), ("exit 1", 1), ("exit 127", 127),
         # What is there already is nothing new, and an unfinished checkpoint is none.
         ("mkdir -p {run}/checkpoints/.saving-step-000009; exit 1", 1),
+        # Files of this node alone, of a checkpoint that a store has whole; and one that was fetched from there.
+        ("sleep 0.1; mkdir -p {run}/checkpoints/.parts-step-000007; exit 1", 75),
+        ("sleep 0.1; mkdir -p {run}/checkpoints/step-000007; touch -d @0 {run}/checkpoints/step-000007; exit 1", 1),
     ],
 )  # fmt: skip
 def test_the_exit_code_says_if_a_start_again_helps(
@@ -142,6 +145,23 @@ def test_a_jobset_has_what_its_schema_and_its_scheduler_ask_for(
     assert script.returncode == 0
 
 
+def test_nodes_that_meet_in_a_store_share_no_volume(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = [*BIG, "store=s3://bucket/a"]
+    notes = written(capsys, "kubernetes", tmp_path / "job", *words)["notes"]
+    assert "nodes need the right to read and write s3://bucket/a: a role, or variables in the job's file" in notes
+    _, jobset = yaml.safe_load_all((tmp_path / "job" / "jobset.yaml").read_text())
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert {"name": "run", "emptyDir": {}} in pod["volumes"]
+    run = written(capsys, "skypilot", tmp_path / "task", *words)["run"]
+    task = yaml.safe_load((tmp_path / "task" / "skypilot.yaml").read_text())
+    assert "volumes" not in task and task["setup"] == "pip install 'meshwright[s3]'"
+    # A folder that a user without rights of root can make.
+    assert run.startswith("/var/tmp/")
+    assert written(capsys, "slurm", tmp_path / "slurm", *words, "run=/dev/shm/a")["run"] == "/dev/shm/a"
+    text = (tmp_path / "slurm" / "plan.yaml").read_text()
+    assert "store" in yaml.safe_load(text)
+
+
 def test_a_task_is_one_that_skypilot_reads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sky = pytest.importorskip("sky")
     written(capsys, "skypilot", tmp_path / "job", *BIG, "cluster=a100-80x8", "cluster.nodes=4")
@@ -169,8 +189,9 @@ def test_a_folder_of_one_machine_is_noted(capsys: pytest.CaptureFixture[str], tm
     shared = Path("/dev/shm")
     words = [*BIG, f"run={shared}/a"]
     assert any("/dev/shm/a is on tmpfs" in note for note in written(capsys, "slurm", tmp_path / "a", *words)["notes"])
-    alone = written(capsys, "slurm", tmp_path / "b", *words, "cluster.nodes=1")
-    assert not any("tmpfs" in note for note in alone["notes"])
+    for number, more in enumerate(("cluster.nodes=1", "store=s3://bucket/a")):
+        document = written(capsys, "slurm", tmp_path / f"b{number}", *words, more)
+        assert not any("tmpfs" in note for note in document["notes"])
 
 
 @pytest.mark.parametrize("to", STARTS)

@@ -325,6 +325,22 @@ class RankZero:
         return answer  # type: ignore[return-value]  # the broadcast leaves no None
 
 
+def agree(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Run `work` on every rank. If it fails on some, all raise the first rank's error, so that none hangs later."""
+    answer, failure = None, None
+    try:
+        answer = work()
+    except MeshwrightError as error:
+        failure = error
+    is_alone = not (dist.is_available() and dist.is_initialized())
+    # Reached by every rank, with or without an error, since gathering is a collective.
+    failures = [error for error in ([failure] if is_alone else gather_objects(failure, group)) if error]
+    if failures:
+        failures[0].reported_elsewhere |= not is_alone and dist.get_rank(group) > 0
+        raise failures[0] from None
+    return answer  # type: ignore[return-value]  # without an error, `work` has returned
+
+
 def check_same(world: Group, what: str, mine: str) -> None:
     """Raise MeshwrightError on every rank when the ranks were started with different texts (a plan, a version)."""
     # The texts are long, so ranks compare digests and only two that differ send theirs.

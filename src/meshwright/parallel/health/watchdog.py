@@ -528,7 +528,14 @@ def _leave_to_guard(number: int, frame: FrameType | None) -> None:
 def _machine() -> str:
     """Return a key that is equal for processes that see each other: boot and process namespace."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+        return f"{boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
-        return f"{os.uname().nodename}"
+        return boot_id()
+
+
+def boot_id() -> str:
+    """Return a key that is equal for all processes of a machine, in containers too."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return os.uname().nodename

@@ -20,6 +20,7 @@ from meshwright.interface.planning.plan_reading import read_plan
 from meshwright.planner.rent.goodput import Conditions
 from meshwright.planner.rent.run_on import checkpoint_of
 from meshwright.planner.step.predict import predict
+from meshwright.remote.locations import EXTRAS, scheme
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError, argument
 from meshwright.spec.plan.plan import world_violation
@@ -27,7 +28,7 @@ from meshwright.spec.presets import suggest
 from meshwright.spec.units import many
 from meshwright.stacks.config_files import PORT, node_head, slurm_head, srun_lines
 from meshwright.store.default_folders import is_open
-from meshwright.store.durable import refuse_taken, refuse_unwritable, report_in_one_line
+from meshwright.store.durable import NODE_DISKS, file_system, refuse_taken, refuse_unwritable, report_in_one_line
 
 STARTS = {
     "slurm": "sbatch --time=24:00:00 launch.sbatch",
@@ -39,8 +40,23 @@ LEAST_GRACE_S, MOST_GRACE_S = 120, 65_535
 """Slurm sends a signal up to 60 s early, and takes no longer time than this."""
 MOUNT, FILES = "/meshwright", "/launch"
 """Folders on a node that is a container or rented: a volume that all nodes share, and plan.yaml with launch.sh."""
-NODE_DISKS = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"})
-"""File systems of one machine."""
+LOCAL = "/var/tmp/meshwright"
+"""Folder on the disk of a rented node, for a run whose checkpoints meet in an object store."""
+CLAIM = """\
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata: {{name: {name}-run}}
+spec:
+  # The files of one checkpoint lie together, whichever node writes them.
+  accessModes: [{access}]
+  resources: {{requests: {{storage: {storage}Gi}}}}
+---
+"""
+SHARED_VOLUME = """\
+# A volume that all nodes share and that outlives them: `sky volumes apply`. The run is on it.
+volumes:
+  {mount}: VOLUME
+"""
 SKY_NAMES = (
     (r"(A100)-\w+-80", r"\1-80GB"), (r"(V100)-\w+-32", r"\1-32GB"), (r"RTX-(A?\d+)", r"RTX\1"),
     (r"RTX-6000-Ada", "RTX6000-Ada"), (r"(G?[ABHV]\d+)-.*", r"\1"),
@@ -75,22 +91,30 @@ class Job:
             srun = srun_lines(self.plan, f"--wait={self.grace_s}")
             words = {"head": "\n".join(head), "srun": "\n".join(srun)}
             return {"launch.sh": self._node_script(), "launch.sbatch": _fill("launch.sbatch", words)}
-        cluster = self.plan.cluster
+        cluster, url = self.plan.cluster, self.plan.store.url
+        # A run that its user has put elsewhere must be on the volume too.
+        mount = str(Path(self.plan.run).parent)
         words = {
             "title": self._title, "name": self.name, "nodes": str(cluster.nodes), "grace": str(self.grace_s),
-            # A run that its user has put elsewhere must be on the volume too.
-            "mount": str(Path(self.plan.run).parent), "port": str(PORT), "image": self.image or "IMAGE",
+            "mount": mount, "port": str(PORT), "image": self.image or "IMAGE",
         }  # fmt: skip
         if to == "skypilot":
-            setup = "" if self.image else "setup: pip install meshwright\n"
-            words |= {"resources": "".join(self._sky_resources()), "setup": setup}
+            package = f"'meshwright[{EXTRAS[scheme(url)]}]'" if url else "meshwright"
+            words |= {
+                "resources": "".join(self._sky_resources()),
+                "setup": "" if self.image else f"setup: pip install {package}\n",
+                "volume": "" if url else SHARED_VOLUME.format(mount=mount),
+                "yours": "" if url else "\n# Yours to set: VOLUME.",
+            }
             return {"launch.sh": self._node_script(), "skypilot.yaml": _fill("skypilot.yaml", words)}
         vendor = "amd.com" if cluster.device.name.startswith(("MI", "AMD")) else "nvidia.com"
         limits = f"{{limits: {{{vendor}/gpu: {cluster.devices_per_node}}}}}" if cluster.device.is_gpu else "{}"
+        access = "ReadWriteMany" if cluster.nodes > 1 else "ReadWriteOnce"
+        claim = CLAIM.format(name=self.name, access=access, storage=self.storage_gib)
         words |= {
             "plan": _block(planfile.content(self.plan, Path(FILES))), "node": _block(self._node_script()),
-            "access": "ReadWriteMany" if cluster.nodes > 1 else "ReadWriteOnce", "storage": str(self.storage_gib),
-            "resources": limits, "yours": "" if self.image else " Yours to set: IMAGE.",
+            "claim": "" if url else claim, "resources": limits, "yours": "" if self.image else " Yours to set: IMAGE.",
+            "volume": "emptyDir: {}" if url else f"persistentVolumeClaim: {{claimName: {self.name}-run}}",
         }  # fmt: skip
         return {"jobset.yaml": _fill("jobset.yaml", words)}
 
@@ -246,7 +270,7 @@ def _job(parsed: Plan, to: str, folder: Path, grace: int | None, image: str) -> 
     if to == "slurm":
         run = folder.resolve() / "run" if is_open(parsed.run) else Path(plan.run)
     elif is_open(parsed.run) or not run.is_absolute():
-        run = Path(MOUNT) / name
+        run = Path(LOCAL if plan.store.url and to == "skypilot" else MOUNT) / name
     saves = checkpoint_of(plan, Conditions())
     step_s = predict(plan).step_s if plan.cluster.device.is_gpu else 0.0
     # Twice the planned time, and a minute: a store may be busy, and a signal up to a minute early.
@@ -268,17 +292,9 @@ def _notes(job: Job, to: str, folder: Path) -> Iterator[str]:
     for source in (*(source.path for source in plan.data.sources), plan.data.path, plan.init, plan.teacher_init):
         if Path(source).is_absolute():
             yield f"{source} must be readable on every node" + (", in the image or a volume" if to != "slurm" else "")
-    for path in {folder, Path(plan.run)} if to == "slurm" and cluster.nodes > 1 else ():
-        if (kind := _file_system(path)) in NODE_DISKS and folder not in path.parents:
+    if plan.store.url and to != "slurm":
+        yield f"nodes need the right to read and write {plan.store.url}: a role, or variables in the job's file"
+    shared = {folder} if plan.store.url else {folder, Path(plan.run)}
+    for path in shared if to == "slurm" and cluster.nodes > 1 else ():
+        if (kind := file_system(path)) in NODE_DISKS and folder not in path.parents:
             yield f"{path} is on {kind} of this machine: all {cluster.nodes} nodes must see the same folder"
-
-
-def _file_system(path: Path) -> str:
-    """Return the type of the file system of a path, which need not exist. Empty = unknown here."""
-    mounts = Path("/proc/mounts")
-    lines = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()] if mounts.exists() else []
-    holding = [
-        (len(point), number, kind) for number, (_, point, kind, *_) in enumerate(lines) if path.is_relative_to(point)
-    ]
-    # Of equal mount points the last hides those before it.
-    return max(holding)[2] if holding else ""

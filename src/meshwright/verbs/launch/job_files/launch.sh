@@ -3,8 +3,12 @@ RUN=@run@
 @exports@
 # Exit code 0: the run is done. 75: it is not, and has a newer checkpoint than at the start, so start it again.
 # Any other: it ended without a new checkpoint, so starting it again would end the same way.
-newest() { ls "$RUN/checkpoints" 2>/dev/null | grep '^step-' | sort -t- -k2n | tail -n 1 || true; }
-before="$(newest)"
+# A checkpoint that was fetched from a store is as old as can be.
+started="$RUN/.started-$NODE_RANK"
+mkdir -p "$RUN" && touch "$started"
+saved() {
+  [ -n "$(find "$RUN/checkpoints" -maxdepth 1 '(' -name 'step-*' -o -name '.parts-step-*' ')' -newer "$started" 2>/dev/null)" ]
+}
 asked=0
 # Workers get SIGUSR1 directly: torchrun passes no more than SIGTERM on. Again and again, since one that still imports
 # torch does not listen.
@@ -27,7 +31,7 @@ while kill -0 "$launcher" 2>/dev/null; do wait "$launcher" || true; done
 code=0
 wait "$launcher" || code=$?
 [ "$code$asked" != 00 ] || exit 0
-if [ "$(newest)" = "$before" ]; then
+if ! saved; then
   echo "launch.sh: the run ended with $code and without a new checkpoint: it is not started again" >&2
   exit $((code ? code : 1))
 fi
