@@ -8,13 +8,14 @@ VENV ?= .venv
 WORKERS ?= 2
 RUN = $(VENV)/bin/python
 
-.PHONY: help quickstart test test-fast test-long test-slow test-isa test-torch lint format schema bench bench-counts bench-gpu bench-norms bench-parallel bench-quality bench-serve leaderboard claims pages docs clean
+.PHONY: help quickstart test test-fast test-long test-matrix test-slow test-isa test-torch lint format schema bench bench-counts bench-gpu bench-norms bench-parallel bench-quality bench-serve leaderboard claims pages docs clean
 
 help:
 	@echo "make quickstart   install, then train a small model on this machine's own Python sources (about 3 minutes)"
 	@echo "make test-fast    the first test of each module, in about a minute"
-	@echo "make test         the test suite but for what is marked long or slow; of long tests the first case"
-	@echo "make test-long    what is marked long: seconds of processor time, or many cases"
+	@echo "make test         the test suite but for what is marked long or slow; of the matrix the first cases"
+	@echo "make test-long    what is marked long and has one case, and every command of docs/lectures.md"
+	@echo "make test-matrix  the further cases of tests marked long: before a release, and after a change of kernels or layouts"
 	@echo "make test-slow    what is marked slow: large matrices, compiled code, killed and restarted runs"
 	@echo "make test-torch   all tests with another torch, in an environment of its own (TORCH=2.12.0)"
 	@echo "make test-isa     the numerical tests once more, with this CPU's widest instructions switched off"
@@ -38,7 +39,7 @@ quickstart: $(VENV)/.installed
 	@$(VENV)/bin/meshwright quickstart $(ARGS)
 
 # Tests start hundreds of processes: what one has compiled to bytecode, the next reads, whatever the user has set.
-test test-fast test-long test-slow test-isa claims: export PYTHONDONTWRITEBYTECODE =
+test test-fast test-long test-matrix test-slow test-isa claims: export PYTHONDONTWRITEBYTECODE =
 
 # A worker that has nothing left takes tests over from another. Its last ones would else wait behind a long one.
 PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist worksteal --durations 20
@@ -52,6 +53,9 @@ test-long: $(VENV)/.installed-dev
 test-fast: $(VENV)/.installed-dev
 	$(PYTEST) --fast --durations 5 $(ARGS)
 
+test-matrix: $(VENV)/.installed-dev
+	$(PYTEST) -m "not slow" --part matrix $(ARGS)
+
 test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow $(ARGS)
 
@@ -59,14 +63,14 @@ test-slow: $(VENV)/.installed-dev
 test-torch:
 	@test -n "$(TORCH)" || { echo "make test-torch TORCH=2.12.0: say which torch" >&2; exit 2; }
 	@echo "torch==$(TORCH)" > .torch-$(TORCH).constraint
-	PIP_CONSTRAINT=$(CURDIR)/.torch-$(TORCH).constraint $(MAKE) VENV=.venv-torch-$(TORCH) test test-long test-slow
+	PIP_CONSTRAINT=$(CURDIR)/.torch-$(TORCH).constraint $(MAKE) VENV=.venv-torch-$(TORCH) test test-long test-matrix test-slow
 
 # Which kernels run depends on the CPU: on one with AVX-512 (and its 16-bit products) this tries what AVX2 has, on any
 # other what every x86-64 has.
 NUMERICAL = tests/kernels tests/parallel/test_context.py tests/model/test_transformer.py tests/formats/hub/test_logits.py
 HAS_AVX512 = $(shell grep -c -m 1 avx512 /proc/cpuinfo 2>/dev/null)
 LIMITS = $(if $(filter 1,$(HAS_AVX512)),ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default)
-# Kernels for GPUs are compiled, whatever the CPU has: `make test-long` does it.
+# Kernels for GPUs are compiled, whatever the CPU has: `make test-matrix` does it.
 OF_GPUS = --ignore tests/kernels/test_triton.py --ignore tests/kernels/test_code_words.py
 test-isa: $(VENV)/.installed-dev
 	$(LIMITS) $(RUN) -m pytest -n $(WORKERS) $(NUMERICAL) $(OF_GPUS) $(ARGS)

@@ -98,7 +98,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--strict-collectives", metavar="SEED", type=int, help="ranks communicate as strictly as with NCCL"
     )
     parser.addoption("--fast", action="store_true", help="the first test of each module, none marked long or slow")
-    parser.addoption("--part", choices=("short", "long"), help="see `part`")
+    parser.addoption("--part", choices=("short", "long", "matrix"), help="see `part`")
 
 
 @pytest.fixture(autouse=True)
@@ -144,13 +144,24 @@ def fast(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def part(items: list[pytest.Item], wanted: str) -> set[pytest.Item]:
-    """`long`: tests marked so, but for the first case of each that has several. `short`: all others."""
+    """`long`: tests marked so that have one case, and all cases of `long(every=True)`. `matrix`: cases of the others.
+
+    `short`: the rest, and of the tests in the matrix the first case.
+    """
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
         functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    rest = (cases[len(cases) > 1 :] for cases in functions.values() if cases[0].get_closest_marker("long"))
-    long = {item for cases in rest for item in cases}
-    return long if wanted == "long" else set(items) - long
+    parts: dict[str, set[pytest.Item]] = {"short": set(), "long": set(), "matrix": set()}
+    for cases in functions.values():
+        mark = cases[0].get_closest_marker("long")
+        if mark is None:
+            parts["short"].update(cases)
+        elif len(cases) == 1 or mark.kwargs.get("every"):
+            parts["long"].update(cases)
+        else:
+            parts["short"].add(cases[0])
+            parts["matrix"].update(cases[1:])
+    return parts[wanted]
 
 
 def _is_local(host: object) -> bool:

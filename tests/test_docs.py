@@ -180,7 +180,7 @@ def test_plans_of_the_lectures_answer(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("page", generate.pages(), ids=shown)
-@pytest.mark.long
+@pytest.mark.long(every=True)
 def test_generated_parts_are_what_the_program_says(page: Path) -> None:
     """Keys, verbs, tables of predictions, outputs of `plan`: `make pages` writes them anew."""
     text = page.read_text(encoding="utf-8")

@@ -16,24 +16,29 @@ def test_the_first_test_of_each_module_and_none_that_is_slow() -> None:
     assert sorted(entry.nodeid for entry in actual) == ["a.py::f[1]", "b.py::f[3]"]
 
 
-def test_the_two_parts_are_all_and_of_long_tests_with_cases_the_first_is_in_the_short_one() -> None:
+def test_three_parts_are_all_and_of_the_matrix_the_short_one_has_the_first_cases() -> None:
     inputs = items(
-        ("a.py::f[1]", "long"), ("a.py::f[2]", "long"), ("a.py::g[1]",), ("a.py::g[2]",), ("b.py::f", "long")
-    )
-    short, long = (sorted(entry.nodeid for entry in part(inputs, wanted)) for wanted in ("short", "long"))
-    assert short == ["a.py::f[1]", "a.py::g[1]", "a.py::g[2]"] and long == ["a.py::f[2]", "b.py::f"]
+        ("a.py::f[1]", "long"), ("a.py::f[2]", "long"), ("a.py::g[1]",), ("a.py::g[2]",), ("b.py::f", "long"),
+        ("b.py::g[1]", "long", "every"), ("b.py::g[2]", "long", "every"),
+    )  # fmt: skip
+    parts = {wanted: sorted(entry.nodeid for entry in part(inputs, wanted)) for wanted in ("short", "long", "matrix")}
+    assert parts == {
+        "short": ["a.py::f[1]", "a.py::g[1]", "a.py::g[2]"],
+        "long": ["b.py::f", "b.py::g[1]", "b.py::g[2]"],
+        "matrix": ["a.py::f[2]"],
+    }
 
 
 class Item(SimpleNamespace):
     __hash__ = object.__hash__
 
+    def get_closest_marker(self, name: str) -> Any:
+        return SimpleNamespace(kwargs={"every": "every" in self.marks}) if name in self.marks else None
+
 
 def items(*inputs: tuple[str, ...]) -> Any:
     """Of names, with their marks."""
-    return [
-        Item(nodeid=name, get_closest_marker=lambda mark, marks=marks: mark if mark in marks else None)
-        for name, *marks in inputs
-    ]
+    return [Item(nodeid=name, marks=marks) for name, *marks in inputs]
 
 
 def test_every_folder_has_tests_that_are_not_slow() -> None:

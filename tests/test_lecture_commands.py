@@ -91,7 +91,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> lectures.Workspace:
     return lectures.Workspace(tmp_path_factory.mktemp("lectures"), short=True)
 
 
-@pytest.mark.long
+@pytest.mark.long(every=True)
 @pytest.mark.parametrize("command", lectures.commands(PAGE, short=True))
 def test_a_row_says_how_its_command_ends(command: str, workspace: lectures.Workspace) -> None:
     states = [row.state for row in lectures.rows(PAGE) if row.command == command]

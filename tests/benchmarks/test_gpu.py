@@ -425,7 +425,7 @@ def _interpreter() -> None:
         pytest.skip("this Triton's interpreter is older than this numpy")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_triton_contestants_in_the_interpreter_hold_their_bars() -> None:
     _interpreter()
     actual = kernel_errors.interpreted()

@@ -127,6 +127,6 @@ def test_work_of_a_start_and_of_a_search(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LONG)
-@pytest.mark.long
+@pytest.mark.long(every=True)
 def test_work_of_a_search_of_millions(name: str) -> None:
     check(*LONG[name])

@@ -179,7 +179,7 @@ def test_every_verb_is_tried() -> None:
 
 
 @pytest.mark.parametrize("verb", ["generate", *(verb for verb in BASES if verb not in ("generate", "data"))])
-@pytest.mark.long
+@pytest.mark.long(every=True)
 def test_a_wrong_value_is_refused_before_torch_is_loaded(verb: str, folder: Path) -> None:
     """The line names the wrong value."""
     cases = [*wrong_commands(verb)]
@@ -191,7 +191,7 @@ def test_a_wrong_value_is_refused_before_torch_is_loaded(verb: str, folder: Path
 
 
 @pytest.mark.parametrize("cases", [UNWRITABLE, TAKEN], ids=["unwritable", "taken or no such"])
-@pytest.mark.long
+@pytest.mark.long(every=True)
 def test_a_place_that_cannot_be_is_refused_before_torch_is_loaded(cases: list[list[str]], folder: Path) -> None:
     check(cases, folder)
 

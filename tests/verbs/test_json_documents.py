@@ -34,7 +34,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
         yield run_up_to
 
 
-@pytest.mark.long
+@pytest.mark.long(every=True)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_document_is_as_recorded(name: str, printed: Callable[[str], tuple[int, Any]]) -> None:
     recorded = json.loads((RECORDED / f"{name}.json").read_text(encoding="utf-8"))
