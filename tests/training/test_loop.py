@@ -93,7 +93,7 @@ def test_what_a_run_records_and_says(make: Make, tmp_path: Path) -> None:
     assert notes.info is not None and notes.summary == summary
     assert summary.tokens_per_second == summary.tokens / summary.seconds, "figures of one line agree"
     assert notes.info.parameters == num_parameters(SHAPE) and notes.info.first_step == 0 and notes.info.steps == 12
-    expected = "global batch 4 sequences = micro-batch 2 x accumulation 2 x dp 1"
+    expected = "global batch 4 sequences = micro-batch 2 x accumulation 2 x dp 1: 48 tokens a step"
     assert notes.info.batch_equation == expected and notes.info.peak_flop_per_s is None
     assert (summary.step, summary.steps, summary.stopped) == (12, 12, "done")
     assert summary.loss == steps[-1]["loss"] and summary.eval_loss == evaluations[-1]["loss"]

@@ -57,7 +57,7 @@ def test_train_prints_the_batch_equation_and_a_line_a_step(
 ) -> None:
     code, out, err = call(capsys, *toy.train(texts, tmp_path / "r", "layout.micro_batch=2"))
     assert code == 0 and not err
-    assert "global batch 4 sequences = micro-batch 2 x accumulation 2 x dp 1" in out
+    assert "global batch 4 sequences = micro-batch 2 x accumulation 2 x dp 1: 128 tokens a step" in out
     assert sum("| loss" in line for line in out.splitlines()) == 12
     assert out.splitlines()[-1].startswith("trained 12 of 12 steps")
     assert "\x1b" not in out

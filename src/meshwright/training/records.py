@@ -126,6 +126,8 @@ def run_info(
 ) -> RunInfo:
     """Return what watchers get before the first step."""
     layout, batch, validation = plan.layout, plan.recipe.global_batch, corpus.validation
+    largest = max(plan.recipe.global_batches)
+    rise = f", rising to {largest * plan.recipe.sequence:,}" if largest > batch else ""
     return RunInfo(
         plan=plan,
         parameters=num_parameters(plan.model),
@@ -134,7 +136,8 @@ def run_info(
         steps=plan.recipe.steps,
         batch_equation=(
             f"global batch {many(batch, 'sequence')} = micro-batch {layout.micro_batch_of(batch)} "
-            f"x accumulation {layout.micro_batches(batch)} x dp {layout.dp}"
+            f"x accumulation {layout.micro_batches(batch)} x dp {layout.dp}: "
+            f"{batch * plan.recipe.sequence:,} tokens a step{rise}"
         ),
         train_tokens=corpus.train.size,
         run_tokens=plan.recipe.tokens_of_run(read),

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from meshwright.interface.terminal import fields
 from meshwright.spec import Layout
+from meshwright.spec.recipe.recipe import BatchStage
 from meshwright.verbs.train import display
 from meshwright.verbs.train.display import LiveDisplay, Panel, PlainDisplay, choose
 from tests.verbs import watched
@@ -253,10 +254,17 @@ def test_what_is_encoded_is_counted_in_its_own_unit() -> None:
         assert lines[-1] == last and len(lines) == len(set(lines)) <= 12
 
 
+def test_a_batch_that_grows_is_shown_with_each_step() -> None:
+    info = watched.info()
+    recipe = replace(info.plan.recipe, batch_ramp=(BatchStage(tokens=10_000, global_batch=64),))
+    growing = replace(info, plan=replace(info.plan, recipe=recipe))
+    assert fields.extras(watched.step(8), growing) == [("batch", str(watched.step(8).global_batch))]
+
+
 def test_a_skipped_step_says_why_and_how_many_there_were() -> None:
     told = replace(watched.step(7), skipped="spike", skipped_steps=3)
-    assert fields.extras(told) == [("skipped", "(spike, 3 so far)")]
-    assert fields.extras(watched.step(8)) == []
+    assert fields.extras(told, watched.info()) == [("skipped", "(spike, 3 so far)")]
+    assert fields.extras(watched.step(8), watched.info()) == []
     panel = panel_after(20, noise_scale_tokens=12_345.0, balance_loss=1.02, loss_scale=65536.0)
     panel.step(replace(watched.step(21), skipped="non-finite", skipped_steps=4), now_s=21.0)
     assert "non-finite" in shown(panel)

@@ -106,9 +106,10 @@ def utilization(metrics: StepMetrics) -> str:
     return "MFU " + ", ".join(parts) + hfu if parts else ""
 
 
-def extras(metrics: StepMetrics) -> list[tuple[str, str]]:
+def extras(metrics: StepMetrics, info: RunInfo) -> list[tuple[str, str]]:
     """Return (label, value) of figures that only some runs have."""
-    figures = [(name.replace("_", " "), f"{value:.4g}") for name, value in metrics.figures.items()]
+    figures = [("batch", str(metrics.global_batch))] if info.plan.recipe.batch_ramp else []
+    figures += [(name.replace("_", " "), f"{value:.4g}") for name, value in metrics.figures.items()]
     if metrics.skipped is not None:
         figures.append(("skipped", f"({metrics.skipped}, {metrics.skipped_steps or 1} so far)"))
     if metrics.pause_seconds is not None:

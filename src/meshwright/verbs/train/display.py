@@ -91,7 +91,7 @@ class PlainDisplay(Display):
         """Print model, data and the batch equation."""
         self._pace = fields.Pace(info.steps)
         self._digits = len(str(info.steps))
-        self._steps, self._device = info.steps, info.device
+        self._info = info
         for loss in info.losses:
             self._smooth.add(loss)
         for label, sentence in fields.opening(info):
@@ -102,15 +102,15 @@ class PlainDisplay(Display):
         self._smooth.add(metrics.loss)
         self._pace.seen(metrics.step, time.monotonic())
         parts = [
-            f"{self._step(metrics.step)} {100 * metrics.step / self._steps:5.1f}%",
+            f"{self._step(metrics.step)} {100 * metrics.step / self._info.steps:5.1f}%",
             f"loss {metrics.loss:7.4f} smoothed {self._smooth.value:7.4f}",
             f"grad {metrics.grad_norm:8.3f}",
             f"lr {metrics.lr:.2e}",
             f"{count(metrics.tokens_per_second):>5} tokens/s",
             fields.utilization(metrics),
-            f"mem {fields.memory(metrics, self._device)}",
+            f"mem {fields.memory(metrics, self._info.device)}",
             f"data wait {fields.data_wait(metrics):>5}",
-            *(f"{label} {value}" for label, value in fields.extras(metrics)),
+            *(f"{label} {value}" for label, value in fields.extras(metrics, self._info)),
             f"eta {duration(self._pace.left_s(metrics.step_seconds))}",
         ]
         self._print(" | ".join(part for part in parts if part))
@@ -125,10 +125,10 @@ class PlainDisplay(Display):
 
     def ended(self, summary: Summary) -> None:
         """Print the last line."""
-        self._print(fields.closing(summary, self._device))
+        self._print(fields.closing(summary, self._info.device))
 
     def _step(self, step: int) -> str:
-        return f"step {step:>{self._digits}}/{self._steps}"
+        return f"step {step:>{self._digits}}/{self._info.steps}"
 
     def _print(self, line: str) -> None:
         print(line, file=self._log, flush=True)
@@ -333,7 +333,7 @@ class Panel:
             ("memory", fields.memory(metrics, self.info.device), ""),
             ("elapsed", duration(metrics.seconds), ""),
         ]
-        return pairs + [(label, value, "") for label, value in fields.extras(metrics)]
+        return pairs + [(label, value, "") for label, value in fields.extras(metrics, self.info)]
 
     def _sentences(self) -> list[Text]:
         """Return whole lines: utilization, the last evaluation, the last checkpoint."""
