@@ -319,28 +319,30 @@ def remove_surplus(folder: Path, step: int, keep_last: int, uploading: int | Non
     # The best one is kept beside the newest, and none of an abandoned future.
     current = [saved for saved in sound if saved.step <= step]
     retained = [*current[-max(1, keep_last) :], _best(current)]
-    for saved in sound:
-        if saved not in retained and saved.step != uploading:
-            try:
-                _delete(_hide(saved.path))
-            except OSError as error:
-                log.warning("%s cannot be removed: %s", saved.path, error.strerror)
+    _remove(saved.path for saved in sound if saved not in retained and saved.step != uploading)
 
 
 def remove_other_parts(folder: Path, step: int, uploading: int | None) -> None:
-    """Remove what this machine holds of checkpoints but the newest two, which make a restart fast. Raises OSError.
+    """Remove what this machine holds of checkpoints but the newest two, which make a restart fast.
 
-    The store has them whole. `uploading`: step of one on its way there.
+    The store has them whole. A failed removal is logged. `uploading`: step of one on its way there.
     """
     steps = {path: int(path.name.rpartition("-")[2]) for path in folder.iterdir() if _holds_step(path)}
     retained = {uploading, *sorted(number for number in steps.values() if number <= step)[-2:]}
-    for path, number in steps.items():
-        if number not in retained:
-            _delete(_hide(path))
+    _remove(path for path, number in steps.items() if number not in retained)
 
 
 def _holds_step(path: Path) -> bool:
     return _STEP_NAME.fullmatch(path.name.removeprefix(_PARTS)) is not None
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    """Remove checkpoints. A failed removal is logged."""
+    for path in paths:
+        try:
+            _delete(_hide(path))
+        except OSError as error:
+            log.warning("%s cannot be removed: %s", path, error.strerror)
 
 
 def discard(path: Path) -> None:

@@ -52,7 +52,7 @@ def find_disk(folder: Path, rank_zero: RankZero) -> MachineDisk | None:
 
 def _appears(probe: Path) -> bool:
     """Return whether a file that exists for rank 0 exists here, now or after the delay of a network file system."""
-    delay_s = 0.0 if file_system(probe.absolute()) in NODE_DISKS else LONGEST_DELAY_S
+    delay_s = 0.0 if file_system(probe.resolve()) in NODE_DISKS else LONGEST_DELAY_S
     ends_s = time.monotonic() + delay_s
     while not probe.exists():
         if time.monotonic() >= ends_s:
