@@ -1,11 +1,13 @@
 # The same verbs for people and machines. `make` alone lists them.
 #
+#   PARTS=short,long   what `make test` runs: short, long, matrix
 #   VENV=.venv         where the environment lies
 #   PYTHON=python3.12  which Python makes it (found by itself when not given)
 #   ARGS="..."         handed to the command: make test ARGS="-k resume", make quickstart ARGS="recipe.steps=100"
 
 VENV ?= .venv
 WORKERS ?= 2
+PARTS ?= short
 RUN = $(VENV)/bin/python
 
 .PHONY: help quickstart test test-fast test-long test-matrix test-slow test-isa test-torch lint format schema bench bench-counts bench-gpu bench-norms bench-parallel bench-quality bench-serve leaderboard claims pages docs clean
@@ -45,7 +47,7 @@ test test-fast test-long test-matrix test-slow test-isa claims: export PYTHONDON
 PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist worksteal --durations 20
 
 test: $(VENV)/.installed-dev
-	$(PYTEST) -m "not slow" --part short $(ARGS)
+	$(PYTEST) -m "not slow" --part $(PARTS) $(ARGS)
 
 test-long: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow" --part long $(ARGS)

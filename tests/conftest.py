@@ -98,7 +98,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--strict-collectives", metavar="SEED", type=int, help="ranks communicate as strictly as with NCCL"
     )
     parser.addoption("--fast", action="store_true", help="the first test of each module, none marked long or slow")
-    parser.addoption("--part", choices=("short", "long", "matrix"), help="see `part`")
+    parser.addoption("--part", help="short, long, matrix, or several with commas: see `part`")
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +122,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests marked `gpu` are skipped, with the reason, where there is no CUDA device. `--fast`, `--part` take some."""
     wanted = config.getoption("--part")
     if wanted or config.getoption("--fast"):
-        chosen = fast(items) if config.getoption("--fast") else part(items, wanted)
+        parts = (part(items, name) for name in (wanted or "").split(","))
+        chosen = fast(items) if config.getoption("--fast") else set().union(*parts)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
     marked = [item for item in items if item.get_closest_marker("gpu")]
