@@ -115,7 +115,8 @@ def _train_tokenizer(data: Data, sources: list[Source], root: Path) -> Path:
     """Return the folder of a tokenizer trained on equal parts of every source, whatever their weights."""
     signatures = repr([source.signature() for source in sources])
     digest = hashlib.blake2b(signatures.encode(), digest_size=20).hexdigest()
-    texts = (piece for source in sources for piece in read_beginning(source, TRAINING_CHARACTERS // len(sources)))
+    share = TRAINING_CHARACTERS // len(sources)
+    texts = (piece for source in sources for piece in read_beginning(source.documents(), share))
     return train_tokenizer(data.tokenizer, digest, root, texts)
 
 

@@ -65,6 +65,11 @@ def persist(work: Callable[[], T]) -> T:
     raise AssertionError("the last attempt returns or raises")
 
 
+def list_sizes(folder: Location) -> dict[str, int]:
+    """Return the size of each file below a folder, at any depth, by its name."""
+    return {file.name: file.size_bytes for file in persist(folder.list_files)}
+
+
 def upload(triples: Sequence[tuple[Path, Location, str]], throttle: Throttle | None = None) -> None:
     """Copy (local path, URL, SHA-256 or "") to URLs, several at once.
 

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
@@ -72,10 +72,10 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
     content = repr((FORMAT, digest, tokenizer.fingerprint, tokenizer.vocab, data.validation, *source.skips))
     fingerprint = hashlib.blake2b(content.encode(), digest_size=20).hexdigest()
     folder = root / "tokens" / fingerprint[:24]
-    if (corpus := load(folder, tokenizer, fingerprint, _open_stream)) is not None:
+    if (corpus := load(folder, tokenizer, fingerprint, open_stream)) is not None:
         return replace(corpus, malformed=malformed)  # files with the same texts share a folder, and differ in this
     with lock(folder):  # another process may have written it meanwhile
-        if (corpus := load(folder, tokenizer, fingerprint, _open_stream)) is not None:
+        if (corpus := load(folder, tokenizer, fingerprint, open_stream)) is not None:
             return replace(corpus, malformed=malformed)
         if counted is None:
             # The index was current and the folder is gone: the survey is needed for the split.
@@ -85,7 +85,7 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
                 raise DataError(_describe_change(data))
         build = _Build(data, source, tokenizer, counted, processes, progress)
         build.into(folder, fingerprint)
-    if (corpus := load(folder, tokenizer, fingerprint, _open_stream)) is None:
+    if (corpus := load(folder, tokenizer, fingerprint, open_stream)) is None:
         raise DataError(f"token cache: {folder} was damaged while it was made: run again")
     return corpus
 
@@ -113,7 +113,8 @@ def _choose_tokenizer(data: Data, source: Source, digest: str, root: Path) -> To
     """Return the requested tokenizer. A trained one is stored by the content it was trained on."""
     if not data.tokenizer.startswith("bpe:"):
         return choose(data.tokenizer, source.folder, iter(()))
-    return Tokenizer.load(train_tokenizer(data.tokenizer, digest, root, read_beginning(source, TRAINING_CHARACTERS)))
+    texts = read_beginning(source.documents(), TRAINING_CHARACTERS)
+    return Tokenizer.load(train_tokenizer(data.tokenizer, digest, root, texts))
 
 
 def train_tokenizer(setting: str, digest: str, root: Path, texts: Iterator[str]) -> Path:
@@ -129,9 +130,9 @@ def train_tokenizer(setting: str, digest: str, root: Path, texts: Iterator[str])
     return folder
 
 
-def read_beginning(source: Source, characters: int) -> Iterator[str]:
-    """Yield pieces from the beginning of a source, about this many characters."""
-    for document in source.documents():
+def read_beginning(documents: Iterable[sources.Document], characters: int) -> Iterator[str]:
+    """Yield pieces from the first documents, about this many characters."""
+    for document in documents:
         for piece in document.pieces:
             yield piece
             characters -= len(piece)
@@ -267,7 +268,8 @@ def load(
     )  # fmt: skip
 
 
-def _open_stream(path: Path, counts: dict[str, int], tokenizer: Tokenizer) -> TokenStream:
+def open_stream(path: Path, counts: dict[str, int], tokenizer: Tokenizer) -> TokenStream:
+    """Return the stream in PATH.tokens and PATH.starts."""
     file = path.with_suffix(".tokens")
     tokens = map_numbers(file, tokenizer.dtype, counts["num_tokens"])
     starts = map_numbers(path.with_suffix(".starts"), np.dtype(np.int64), counts["num_documents"])

@@ -90,7 +90,7 @@ class StoredRows:
     def take(self, cursor: int, count: int) -> Sequences:
         """Return rows [cursor, cursor + count) of the run, and fetch the shards of the next ones in a thread."""
         batch = self.rows_of(self.windows(cursor, count))
-        self._look_ahead(cursor + count)
+        self._stream.cache.prefetch(self.shards_ahead(cursor + count))
         return batch
 
     def windows(self, cursor: int, count: int) -> NDArray[np.int64]:
@@ -134,9 +134,6 @@ class StoredRows:
         next_block = self._epoch(epoch + 1).shards_of(0) if is_last else self._epoch(epoch).shards_of(block + 1)
         ahead = np.concatenate([self._epoch(epoch).shards_of(block), next_block])
         return list(dict.fromkeys(shard for shard in ahead.tolist() if self._windows[shard]))
-
-    def _look_ahead(self, cursor: int) -> None:
-        self._stream.cache.prefetch(self.shards_ahead(cursor))
 
     def _epoch(self, number: int) -> _Epoch:
         if number not in self._epochs:
