@@ -103,8 +103,8 @@ def upload(triples: Sequence[tuple[Path, Location, str]], throttle: Throttle | N
 def download(triples: Sequence[tuple[Location, Path, str]], begun: Callable[[], None] = lambda: None) -> None:
     """Copy (URL, local path, SHA-256 or "") to local files, several at once. Each is complete or absent.
 
-    `begun` is called after each piece, by the threads that copy. Raises StoreError when a file cannot be read, is
-    missing, has another hash even at the second attempt, or cannot be written here.
+    Folders are made as needed. `begun` is called after each piece, by the threads that copy. Raises StoreError when a
+    file cannot be read, is missing, has another hash even at the second attempt, or cannot be written here.
     """
 
     def fetch(source: Location, target: Path, sha256: str) -> None:
@@ -130,6 +130,7 @@ def download(triples: Sequence[tuple[Location, Path, str]], begun: Callable[[], 
                 fresh.unlink(missing_ok=True)
 
     for folder in {target.parent for _, target, _ in triples}:
+        folder.mkdir(parents=True, exist_ok=True)
         remove_parts(folder, LEFTOVER_S)
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(lambda triple: fetch(*triple), triples))

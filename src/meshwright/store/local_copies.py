@@ -93,8 +93,6 @@ def _bring(source: Location, files: list[RemoteFile], target: Path) -> None:
     wanted = {file.name: [file.size_bytes, file.version] for file in files}
     missing = [name for name in wanted if copied.get(name) != wanted[name] or not (target / name).is_file()]
     check_room(target, sum(file.size_bytes for file in files if file.name in missing), source)
-    for name in missing:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
     if missing:
         log.info("downloading %d files of %s", len(missing), source)
     download([(source / name, target / name, "") for name in missing])

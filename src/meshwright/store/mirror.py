@@ -195,7 +195,6 @@ class StoredRun:
     def fetch_records(self, run: Path) -> None:
         """Download the files of the run folder: plan, tokenizer, metrics. They replace what is there."""
         names = [name for name in list_sizes(self.location) if "/" not in name and not name.startswith(".")]
-        run.mkdir(parents=True, exist_ok=True)
         download([(self.location / name, run / name, "") for name in names])
 
     def fetch(

@@ -196,10 +196,7 @@ def load_tokenizer(location: Location) -> Tokenizer:
     if folder.local is not None:
         return Tokenizer.load(folder.local)
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as local:
-        names = [name for name in list_sizes(folder) if ".." not in name]
-        for name in names:
-            (Path(local) / name).parent.mkdir(parents=True, exist_ok=True)
-        download([(folder / name, Path(local) / name, "") for name in names])
+        download([(folder / name, Path(local) / name, "") for name in list_sizes(folder) if ".." not in name])
         return Tokenizer.load(local)
 
 

@@ -116,13 +116,12 @@ class ShardCache:
             return False
 
     def _read(self, number: int) -> TokenStream:
-        path, is_fresh = self._path(number), False
+        path = self._path(number)
         while True:
-            if not self._is_here(number):
+            if is_fresh := not self._is_here(number):
                 if self.location.local is not None:
                     raise damaged(self.location, self.shards.file[number], "is missing or cut off")
                 self.fetch([number])
-                is_fresh = True
             try:
                 stream = self._map(path, number)
                 # The descriptor is open: whoever removes the file now does not disturb the check.

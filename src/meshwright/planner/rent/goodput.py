@@ -377,7 +377,9 @@ class _Run:
             if until_s >= needed_s:
                 return self.now + needed_s, self.failures
             self.now += until_s
-            self.done += self._committed(until_s)
+            # A checkpoint whose write has not ended at the failure does not count.
+            saved = (until_s - self.timing.write_s) / (self.timing.interval_s + self.timing.save_s)
+            self.done += max(0, floor(saved)) * self.timing.interval_s
             self._fail()
             # A failure during a restart begins it anew.
             while (until_s := self.random.expovariate(1 / self.timing.mtbf_s)) < self.timing.restart_s:
@@ -385,12 +387,6 @@ class _Run:
                 self._fail()
             self.now += self.timing.restart_s
         return float("inf"), self.failures
-
-    def _committed(self, running_s: float) -> float:
-        """Return the work that a checkpoint holds after `running_s`."""
-        length = self.timing.interval_s + self.timing.save_s
-        # A checkpoint whose write has not ended at the failure does not count.
-        return max(0, floor((running_s - self.timing.write_s) / length)) * self.timing.interval_s
 
     def _fail(self) -> None:
         """Handle one failure: a spare takes over, or the first node that is repaired."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from meshwright import planfile
@@ -38,6 +39,8 @@ STARTS = {
 """Value of --to -> command that starts the job, in its folder. The last word is its file."""
 LEAST_GRACE_S, MOST_GRACE_S = 120, 65_535
 """Slurm sends a signal up to 60 s early, and takes no longer time than this."""
+BLOCK = "    "
+"""Indent of a file's text in jobset.yaml."""
 MOUNT, FILES = "/meshwright", "/launch"
 """Folders on a node that is a container or rented: a volume that all nodes share, and plan.yaml with launch.sh."""
 LOCAL = "/var/tmp/meshwright"
@@ -112,7 +115,8 @@ class Job:
         access = "ReadWriteMany" if cluster.nodes > 1 else "ReadWriteOnce"
         claim = CLAIM.format(name=self.name, access=access, storage=self.storage_gib)
         words |= {
-            "plan": _block(planfile.content(self.plan, Path(FILES))), "node": _block(self._node_script()),
+            "plan": indent(planfile.content(self.plan, Path(FILES)).rstrip(), BLOCK),
+            "node": indent(self._node_script().rstrip(), BLOCK),
             "claim": "" if url else claim, "resources": limits, "yours": "" if self.image else " Yours to set: IMAGE.",
             "volume": "emptyDir: {}" if url else f"persistentVolumeClaim: {{claimName: {self.name}-run}}",
         }  # fmt: skip
@@ -136,12 +140,9 @@ class Job:
             "PYTHONUNBUFFERED=1": "Lines reach the log as they are written, also just before a kill.",
             f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={self.grace_s}": "torchrun kills its workers 30 s after SIGTERM, which "
             "may be too soon for a step and a save.",
-            **(
-                {"NCCL_DEBUG=WARN": "NCCL names the cause of an error. Else it is `unhandled system error`."}
-                if is_gpu
-                else {}
-            ),
         }
+        if is_gpu:
+            reasons["NCCL_DEBUG=WARN"] = "NCCL names the cause of an error. Else it is `unhandled system error`."
         for word, reason in reasons.items():
             name, _, setting = word.partition("=")
             yield f'# {reason}\nexport {name}="${{{name}:-{setting}}}"'
@@ -164,11 +165,6 @@ def _fill(name: str, words: Mapping[str, str]) -> str:
     """Return a text of job_files with the words of a plan."""
     text = (files(__package__) / "job_files" / name).read_text(encoding="utf-8")
     return re.sub(r"@(\w+)@", lambda match: words[match[1]], text)
-
-
-def _block(text: str) -> str:
-    """Indent a text as a block of YAML."""
-    return "\n".join(f"    {line}".rstrip() for line in text.rstrip().splitlines())
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
