@@ -29,7 +29,6 @@ from meshwright.data.text.sources import Source
 from meshwright.data.tokens.tokenizer import Tokenizer, choose, trained_vocab
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
-from meshwright.spec.user_cache import writable_root
 
 FORMAT: Final = 1
 """Version of the cache, raised whenever the same text would be stored differently."""
@@ -42,24 +41,8 @@ TRAINING_CHARACTERS: Final = 2**25
 """Text for training a tokenizer. More no longer changes the merges, and a trainer holds every distinct word."""
 
 
-def prepare(
-    data: Data, *, cache_root: Path | None = None, processes: int | None = None, progress: Progress | None = None
-) -> Corpus:
-    """Return the tokens of `data`, encoded now or read from the cache.
-
-    `processes` is by default one per core. Memory stays below 1 GiB in all. `progress` is called only while text is
-    encoded. Concurrent callers do the work once, and a damaged cache is rebuilt. Raises DataError for text that cannot
-    be encoded.
-    """
-    source, root = Source(data), cache_root or writable_root()
-    try:
-        return _prepare(data, source, root, processes, progress)
-    except OSError as error:
-        where = error.filename or root
-        raise DataError(f"token cache: {where}: {error.strerror}; set XDG_CACHE_HOME to a folder with room") from error
-
-
-def _prepare(data: Data, source: Source, root: Path, processes: int | None, progress: Progress | None) -> Corpus:
+def prepare(data: Data, source: Source, root: Path, processes: int | None, progress: Progress | None) -> Corpus:
+    """Return the tokens of text, encoded now or read from the cache in `root`. Raises DataError, OSError."""
     index = root / "index" / f"{source.signature()}.json"
     # The digest of unchanged files is in the index, so a second run need not read the text.
     counted, known = None, read_json(index)

@@ -7,7 +7,7 @@ order depends on the store and the seed alone, not on ranks, workers or restarts
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final, final
 
 import numpy as np
@@ -75,7 +75,8 @@ class StoredRows:
         self._firsts: Final = np.cumsum(self._windows) - self._windows
         """[shards] number of the first window of each shard."""
         self._length: Final = int(self._windows.sum())
-        self._epochs: dict[int, _Epoch] = {}
+        epoch = partial(_Epoch, self._windows, stream.shuffled_shards, self._seed)
+        self._epoch: Final = lru_cache(maxsize=3)(epoch)
         if not self._length:
             longest = int(stream.cache.shards.tokens.max(initial=0))
             raise DataError(
@@ -134,10 +135,3 @@ class StoredRows:
         next_block = self._epoch(epoch + 1).shards_of(0) if is_last else self._epoch(epoch).shards_of(block + 1)
         ahead = np.concatenate([self._epoch(epoch).shards_of(block), next_block])
         return list(dict.fromkeys(shard for shard in ahead.tolist() if self._windows[shard]))
-
-    def _epoch(self, number: int) -> _Epoch:
-        if number not in self._epochs:
-            for old in [epoch for epoch in self._epochs if abs(epoch - number) > 1]:
-                del self._epochs[old]
-            self._epochs[number] = _Epoch(self._windows, self._stream.shuffled_shards, self._seed, number)
-        return self._epochs[number]

@@ -70,9 +70,7 @@ def check_stored(data: Data) -> None:
     """Raise DataError, before anything slow, for a store or raw shards that cannot be trained on."""
     if is_store(data.path):
         location = Location.at(data.path)
-        index = read_index(location)
-        check_files(location, index)
-        _check_disk(data, location, index, writable_root())
+        _check_room(data, location, read_index(location), writable_root())
     else:
         list_spans(data.path, 2**62)
 
@@ -86,8 +84,7 @@ def _open_store(data: Data, location: Location, root: Path) -> Corpus:
             f"data.validation={data.validation:g}: {location} holds out {index.validation:g}, as it was prepared; "
             "leave the key out, or prepare another store"
         )
-    check_files(location, index)
-    _check_disk(data, location, index, root)
+    _check_room(data, location, index, root)
     cache = ShardCache(location, index.train, index.vocab, folder, data.cache_bytes)
     first = cache.open(0) if len(index.train.file) else None
     if first is None:
@@ -120,11 +117,12 @@ def _tokenizer(data: Data, location: Location, index: StoreIndex) -> Tokenizer:
     return tokenizer
 
 
-def _check_disk(data: Data, location: Location, index: StoreIndex, root: Path) -> None:
-    """Raise DataError if the cache is too small for two blocks of shards, or local disk for the cache.
+def _check_room(data: Data, location: Location, index: StoreIndex, root: Path) -> None:
+    """Raise DataError if a shard is missing, or the cache too small for two blocks, or local disk for the cache.
 
     While one block is read, the next is fetched.
     """
+    check_files(location, index)
     held = int(index.held.bytes.sum())
     if location.local is None:
         sizes = np.sort(index.train.bytes)[::-1]

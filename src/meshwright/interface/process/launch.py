@@ -277,7 +277,7 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
     # torchrun hosts the store itself; in processes started by hand, the first rank does.
     store = _store(hosts=rank() == 0 and not has_agent_store(), limit_s=reach_s)
     attempt = f"meshwright/{meet(store, rank(), processes(), limit_s)}"
-    rank_place = RankPlace(
+    home = RankPlace(
         rank=rank(),
         world=processes(),
         neighbours=_neighbours(),
@@ -287,7 +287,7 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
         # A connection of its own: a request of the main thread may block for as long as a rank is late.
         dist.PrefixStore(attempt, _store(hosts=False, limit_s=reach_s)),
         dist.PrefixStore(attempt, store),
-        rank_place,
+        home,
         HeartbeatWatch(Heartbeat(), PHASES, READS, queues=torch.cuda.is_available()),
         limits=Limits(hang_s=hang_after_s),
         say=_say,

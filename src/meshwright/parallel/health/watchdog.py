@@ -149,8 +149,13 @@ def judge(beats: Sequence[Beat], silent_s: Sequence[float], limits: Limits) -> B
     blamed = min(going, key=lambda rank: _order(beats[rank]))
     # Compiling takes minutes, and ranks that wait for a compiling one may take as long.
     slow = beats[blamed].slow or any(beats[rank].phase == COMPILE for rank in going)
-    limit_s = limits.still_s(replace(beats[blamed], slow=slow))
-    return _blame_still(blamed, beats[blamed]) if beats[blamed].still_s > limit_s else None
+    beat = beats[blamed]
+    if beat.still_s <= limits.still_s(replace(beat, slow=slow)):
+        return None
+    how = f"has stood still for {beat.still_s:.0f} s"
+    if beat.waits:
+        how = f"is the farthest behind of ranks that have waited for each other for {beat.still_s:.0f} s"
+    return Blame(blamed, f"{_name_rank(blamed, beat)} {how} at {beat.position} ({beat.where}); {ADVICE}")
 
 
 def _order(beat: Beat) -> tuple[float, ...]:
@@ -170,14 +175,6 @@ def _blame_silent(rank: int, beats: Sequence[Beat], silent_s: Sequence[float]) -
         f"{_name_rank(rank, beats[rank])}{more} has been silent for {seconds:.0f} s in step {step}, stopped or cut "
         f"off; its last beat was at {beats[rank].position}; {ADVICE}",
     )
-
-
-def _blame_still(rank: int, beat: Beat) -> Blame:
-    """Blame a rank that sends beats but makes no progress."""
-    how = f"has stood still for {beat.still_s:.0f} s"
-    if beat.waits:
-        how = f"is the farthest behind of ranks that have waited for each other for {beat.still_s:.0f} s"
-    return Blame(rank, f"{_name_rank(rank, beat)} {how} at {beat.position} ({beat.where}); {ADVICE}")
 
 
 def _name_rank(rank: int, beat: Beat) -> str:

@@ -45,21 +45,6 @@ MOUNT, FILES = "/meshwright", "/launch"
 """Folders on a node that is a container or rented: a volume that all nodes share, and plan.yaml with launch.sh."""
 LOCAL = "/var/tmp/meshwright"
 """Folder on the disk of a rented node, for a run whose checkpoints meet in an object store."""
-CLAIM = """\
-apiVersion: v1
-kind: PersistentVolumeClaim
-metadata: {{name: {name}-run}}
-spec:
-  # The files of one checkpoint lie together, whichever node writes them.
-  accessModes: [{access}]
-  resources: {{requests: {{storage: {storage}Gi}}}}
----
-"""
-SHARED_VOLUME = """\
-# A volume that all nodes share and that outlives them: `sky volumes apply`. The run is on it.
-volumes:
-  {mount}: VOLUME
-"""
 SKY_NAMES = (
     (r"(A100)-\w+-80", r"\1-80GB"), (r"(V100)-\w+-32", r"\1-32GB"), (r"RTX-(A?\d+)", r"RTX\1"),
     (r"RTX-6000-Ada", "RTX6000-Ada"), (r"(G?[ABHV]\d+)-.*", r"\1"),
@@ -106,18 +91,18 @@ class Job:
             words |= {
                 "resources": "".join(self._sky_resources()),
                 "setup": "" if self.image else f"setup: pip install {package}\n",
-                "volume": "" if url else SHARED_VOLUME.format(mount=mount),
+                "volume": "" if url else _fill("volume.yaml", words),
                 "yours": "" if url else "\n# Yours to set: VOLUME.",
             }
             return {"launch.sh": self._node_script(), "skypilot.yaml": _fill("skypilot.yaml", words)}
         vendor = "amd.com" if cluster.device.name.startswith(("MI", "AMD")) else "nvidia.com"
         limits = f"{{limits: {{{vendor}/gpu: {cluster.devices_per_node}}}}}" if cluster.device.is_gpu else "{}"
-        access = "ReadWriteMany" if cluster.nodes > 1 else "ReadWriteOnce"
-        claim = CLAIM.format(name=self.name, access=access, storage=self.storage_gib)
+        words |= {"access": "ReadWriteMany" if cluster.nodes > 1 else "ReadWriteOnce", "storage": f"{self.storage_gib}"}
         words |= {
             "plan": indent(planfile.content(self.plan, Path(FILES)).rstrip(), BLOCK),
             "node": indent(self._node_script().rstrip(), BLOCK),
-            "claim": "" if url else claim, "resources": limits, "yours": "" if self.image else " Yours to set: IMAGE.",
+            "claim": "" if url else _fill("claim.yaml", words), "resources": limits,
+            "yours": "" if self.image else " Yours to set: IMAGE.",
             "volume": "emptyDir: {}" if url else f"persistentVolumeClaim: {{claimName: {self.name}-run}}",
         }  # fmt: skip
         return {"jobset.yaml": _fill("jobset.yaml", words)}
