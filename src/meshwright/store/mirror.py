@@ -135,10 +135,9 @@ class StoredRun:
 
     def find_copies(self, path: Path) -> list[str]:
         """Return the names of sound copies of a local checkpoint. Where its COMMIT is readable, theirs is the same."""
-        try:
+        local = None
+        with suppress(CheckpointError):
             local = checkpoint_folder.read_commit(path)
-        except CheckpointError:
-            local = None
         names = [stored.name for stored in self.list_checkpoints() if f"step-{stored.step:06d}" == path.name]
         # Another course of training may have saved the same step.
         return [name for name in names if not self.find_problem(name) and local in (None, self.read_commit(name))]
@@ -248,9 +247,7 @@ class Mirror:
         waiting: Called every second while a caller waits, for a watchdog.
     """
 
-    def __init__(
-        self, store: Store, *, rank: int, writers: int, waiting: Callable[[], None] = lambda: None
-    ) -> None:  # fmt: skip
+    def __init__(self, store: Store, *, rank: int, writers: int, waiting: Callable[[], None] = lambda: None) -> None:
         self.rank, self.writers, self.waiting = rank, writers, waiting
         self.error: StoreError | None = None
         """Why the last upload failed. The next one that succeeds clears it."""

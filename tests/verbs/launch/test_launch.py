@@ -48,7 +48,8 @@ def stand_in(folder: Path, name: str, lines: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("lines", "code"),
     [
-        ("exit 0", 0), ("sleep 0.1; mkdir -p {run}/checkpoints/step-000007; exit 1", 75), ("exit 1", 1), ("exit 127", 127),
+        ("exit 0", 0), ("sleep 0.1; mkdir -p {run}/checkpoints/step-000007; exit 1", 75), ("exit 1", 1),
+        ("exit 127", 127),
         # What is there already is nothing new, and an unfinished checkpoint is none.
         ("mkdir -p {run}/checkpoints/.saving-step-000009; exit 1", 1),
         # Files of this node alone, of a checkpoint that a store has whole; and one that was fetched from there.

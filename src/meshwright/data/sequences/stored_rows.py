@@ -48,17 +48,12 @@ class _Epoch:
                 begin = int(self.ends[first - 1]) if first else 0
                 inside = blocks == block
                 number = int(self.ends[last - 1]) - begin
-                keys = _block_seed(self.seed, self.epoch, block)
-                places[inside] = begin + permute(places[inside] - begin, number, seed=keys, epoch=0)
+                digest = hashlib.blake2b(f"block {self.seed} {self.epoch} {block}".encode(), digest_size=8).digest()
+                seed = int.from_bytes(digest, "little")
+                places[inside] = begin + permute(places[inside] - begin, number, seed=seed, epoch=0)
         slots = np.searchsorted(self.ends, places, side="right")
         begins = np.where(slots > 0, self.ends[slots - 1], 0)
         return self.shards[slots], places - begins
-
-
-@lru_cache(maxsize=64)
-def _block_seed(seed: int, epoch: int, block: int) -> int:
-    digest = hashlib.blake2b(f"block {seed} {epoch} {block}".encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "little")
 
 
 @final
@@ -75,8 +70,7 @@ class StoredRows:
         self._firsts: Final = np.cumsum(self._windows) - self._windows
         """[shards] number of the first window of each shard."""
         self._length: Final = int(self._windows.sum())
-        epoch = partial(_Epoch, self._windows, stream.shuffled_shards, self._seed)
-        self._epoch: Final = lru_cache(maxsize=3)(epoch)
+        self._epoch: Final = lru_cache(maxsize=3)(partial(_Epoch, self._windows, stream.shuffled_shards, self._seed))
         if not self._length:
             longest = int(stream.cache.shards.tokens.max(initial=0))
             raise DataError(

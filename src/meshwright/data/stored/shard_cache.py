@@ -106,8 +106,7 @@ class ShardCache:
         return [number for number in closed if not self._is_here(number)]
 
     def _path(self, number: int) -> Path:
-        file = self.shards.file[number]
-        return (self.location.local or self._folder) / file
+        return (self.location.local or self._folder) / self.shards.file[number]
 
     def _is_here(self, number: int) -> bool:
         try:
