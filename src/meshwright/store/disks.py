@@ -1,4 +1,4 @@
-"""Ranks that see one run folder: it is on a file system that all machines share, or on a disk of each machine.
+"""Groups of ranks that see one run folder: on a file system that all machines share, or on a disk of each machine.
 
 Machines without a shared one need an object store: each keeps what its own ranks wrote, and the store has all of it.
 """
