@@ -15,7 +15,7 @@ from meshwright.data import Sampler
 from meshwright.data.corpus import corpus as corpus_module
 from meshwright.data.corpus import pool, token_cache
 from meshwright.data.corpus.corpus import Corpus
-from meshwright.data.corpus.token_cache import prepare
+from meshwright.data.preparation import prepare
 from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.spec import Data, user_cache
 from meshwright.spec.errors import DataError

@@ -14,6 +14,7 @@ import pytest
 from meshwright.data.chat.encoder import TRAINED
 from meshwright.data.corpus import sample_cache
 from meshwright.data.corpus.corpus import Corpus
+from meshwright.data.preparation import prepare
 from meshwright.data.report import named_columns
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
@@ -48,7 +49,7 @@ def chats(number: int) -> list[Any]:
 def prepared(folder: Path, *, processes: int = 1, root: Path | None = None, **data: Any) -> Corpus:
     path = data.pop("path", folder / "chat.jsonl")
     settings = Data(path=str(path), form="samples", tokenizer=str(folder), **{"validation": 0.0, **data})
-    return sample_cache.prepare(settings, cache_root=root or folder / "cache", processes=processes)
+    return prepare(settings, cache_root=root or folder / "cache", processes=processes)
 
 
 def trained_texts(corpus: Corpus) -> list[str]:

@@ -8,7 +8,8 @@ import pytest
 
 from meshwright.data.chat.encoder import row_encoder, unpack
 from meshwright.data.chat.rendering import chat_prompt, template_of
-from meshwright.data.corpus import sample_cache, token_cache
+from meshwright.data.corpus import sample_cache
+from meshwright.data.preparation import prepare
 from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.data.tokens.word_encoder import library
 from meshwright.spec import Data
@@ -37,7 +38,7 @@ def test_a_text_begins_as_transformers_begins_it(name: str, tmp_path: Path) -> N
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "one.txt").write_text(TEXTS[0], encoding="utf-8")
     data = Data(path=str(tmp_path / "text"), tokenizer=str(folder), validation=0.0)
-    corpus = token_cache.prepare(data, cache_root=tmp_path / "cache")
+    corpus = prepare(data, cache_root=tmp_path / "cache")
     assert corpus.train.tokens.tolist() == theirs(TEXTS[0]).input_ids + end
 
 

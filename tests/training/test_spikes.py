@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -69,7 +69,7 @@ def test_five_high_losses_in_a_row_are_a_spike_from_the_first_of_them() -> None:
     watch = SpikeWatch()
     assert judged(watch, before + [3.0] * 4 + [2.5] + [math.nan]) == [] and watch.row == 0
     assert len(watch.losses) == spikes.HISTORY_STEPS and watch.limit == pytest.approx(2.5 + 6 * 0.03, abs=0.1)
-    stored = SpikeWatch(**json.loads(json.dumps(watch.values())))
+    stored = SpikeWatch(**json.loads(json.dumps(asdict(watch))))
     assert stored == watch
     spike = [watch.judge(step, 3.0) for step in range(301, 306)][-1]
     assert spike is not None and spike.begun == 301 and spike.words.startswith("the loss is 3.000 and above 2.")

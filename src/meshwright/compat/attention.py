@@ -184,9 +184,7 @@ def varlen_attention(
     output (T, H, E) and the log-sum-exp (H, T). torch.nn.attention.varlen calls the same operation (`varlen_attn`).
     """
     sizes = (borders, borders, longest, longest)
-    outputs = torch.ops.aten._flash_attention_forward(
-        q, k, v, *sizes, 0.0, True, False, scale=scale, **_sides(window)
-    )  # fmt: skip
+    outputs = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, 0.0, True, False, scale=scale, **_sides(window))
     return outputs[0], outputs[1]
 
 
@@ -321,6 +319,4 @@ def _masked(window: int, scale: float) -> dict[str, Any]:
     """Return the arguments that hide keys. A window counts the visible keys up to the query."""
     # None is no border there, where torch's kernel has -1.
     sides = (window - 1, 0) if window else (None, None)
-    return {
-        "softmax_scale": scale, "causal": True, "window_size_left": sides[0], "window_size_right": sides[1]
-    }  # fmt: skip
+    return {"softmax_scale": scale, "causal": True, "window_size_left": sides[0], "window_size_right": sides[1]}

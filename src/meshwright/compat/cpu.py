@@ -94,9 +94,7 @@ _ONE_CALL = RLock()
 a signal handler or dispatch mode may call in.
 """
 if hasattr(os, "register_at_fork"):  # else a child had the lock and the setting of a thread that it has not
-    os.register_at_fork(
-        before=_ONE_CALL.acquire, after_in_parent=_ONE_CALL.release, after_in_child=_ONE_CALL.release
-    )  # fmt: skip
+    os.register_at_fork(before=_ONE_CALL.acquire, after_in_parent=_ONE_CALL.release, after_in_child=_ONE_CALL.release)
 
 
 @contextmanager

@@ -161,9 +161,7 @@ def quantize_block(
     return QuantizedBlock(parts, tuple(records[name] for name in schemes))
 
 
-def _round_matrix(
-    name: str, weight: Tensor, scheme: Scheme, inputs: Inputs
-) -> tuple[QuantizedMatrix, QuantizedLayer]:  # fmt: skip
+def _round_matrix(name: str, weight: Tensor, scheme: Scheme, inputs: Inputs) -> tuple[QuantizedMatrix, QuantizedLayer]:
     matrix, rare = quantize_calibrated(name, weight, scheme, inputs if scheme.weighs_errors else None)
     scaled = scheme.scales_inputs and weight.dim() == 2
     error = output_error(weight, matrix, inputs.statistics()) if scaled else None

@@ -109,9 +109,7 @@ LEAST, SHARES = 0.7, 12
 """Smallest share of a range to try, and number of shares."""
 
 
-def clipped_scales(
-    weight: Tensor, gram: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None
-) -> Tensor:  # fmt: skip
+def clipped_scales(weight: Tensor, gram: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """Return scales (N, groups) for weight (N, K), at most as large as the given ones. Zero points do not change."""
     runs, wide = grouped(weight.float(), scheme.group), scales.float()
     products = group_products(gram, scheme.group or weight.shape[1])

@@ -31,9 +31,7 @@ LARGEST = 1e4
 """Largest scale; its inverse is the smallest."""
 
 
-def awq_scales(
-    weights: Sequence[Tensor], gram: Tensor, mean: Tensor, schemes: Sequence[Scheme], tied: Tied
-) -> Tensor:  # fmt: skip
+def awq_scales(weights: Sequence[Tensor], gram: Tensor, mean: Tensor, schemes: Sequence[Scheme], tied: Tied) -> Tensor:
     """Return AWQ scales (K,) for matrices (N, K) that share inputs with mean products gram (K, K) and magnitudes (K,).
 
     `tied` makes entries of a (K,) equal where inputs must share one scale.

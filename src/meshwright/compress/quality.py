@@ -207,9 +207,7 @@ def _assign(model: Transformer, name: str, weight: Tensor) -> None:
     model.get_submodule(where).register_parameter(leaf, nn.Parameter(weight.detach(), requires_grad=False))
 
 
-def _divergence(
-    model: Transformer, twin: Transformer, before: Sequence[Tensor], batches: Sequence[Batch]
-) -> float:  # fmt: skip
+def _divergence(model: Transformer, twin: Transformer, before: Sequence[Tensor], batches: Sequence[Batch]) -> float:
     """Return the mean KL(model || twin) over the targets of the batches, at least 0."""
     rows = [
         divergence

@@ -30,9 +30,11 @@ _LOOKED_AT = 256
 def prepare(
     data: Data, *, cache_root: Path | None = None, processes: int | None = None, progress: Progress | None = None
 ) -> Corpus:
-    """Prepare text as token_cache.prepare, samples as sample_cache.prepare, and a mixture source by source.
+    """Return the tokens of text, or of samples, encoded now or read from the cache. A mixture is made source by source.
 
-    Token stores, and raw shards, are opened by data/stored.
+    `processes` is by default one per core. Memory stays below 1 GiB in all. `progress` is called only while text is
+    encoded. Concurrent callers do the work once, and a damaged cache is rebuilt. Token stores, and raw shards, are
+    opened by data/stored. Raises DataError for text that cannot be encoded, with file and line for bad rows.
     """
     if not data.mixture and is_stored(data.path):
         from meshwright.data.stored.corpus import open_corpus
@@ -42,7 +44,12 @@ def prepare(
         prepare_source = partial(prepare, cache_root=cache_root, processes=processes, progress=progress)
         return _prepare_mixture(data, prepare_source, cache_root)
     make = sample_cache.prepare if data.form == SAMPLES else token_cache.prepare
-    return make(data, cache_root=cache_root, processes=processes, progress=progress)
+    source, root = Source(data), cache_root or writable_root()
+    try:
+        return make(data, source, root, processes, progress)
+    except OSError as error:
+        where = error.filename or root
+        raise DataError(f"token cache: {where}: {error.strerror}; set XDG_CACHE_HOME to a folder with room") from error
 
 
 def _prepare_mixture(data: Data, prepare_source: Callable[[Data], Corpus], cache_root: Path | None) -> Corpus:
@@ -115,7 +122,8 @@ def _train_tokenizer(data: Data, sources: list[Source], root: Path) -> Path:
     """Return the folder of a tokenizer trained on equal parts of every source, whatever their weights."""
     signatures = repr([source.signature() for source in sources])
     digest = hashlib.blake2b(signatures.encode(), digest_size=20).hexdigest()
-    texts = (piece for source in sources for piece in read_beginning(source, TRAINING_CHARACTERS // len(sources)))
+    share = TRAINING_CHARACTERS // len(sources)
+    texts = (piece for source in sources for piece in read_beginning(source.documents(), share))
     return train_tokenizer(data.tokenizer, digest, root, texts)
 
 

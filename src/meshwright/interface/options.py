@@ -27,10 +27,8 @@ TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that
 Seed = Annotated[int, typer.Option(help="Seed of the sampling.")]
 Adapter = Annotated[
     Path | None,
-    typer.Option(
-        "--adapter", metavar="DIR", help="LoRA adapter to apply: a PEFT folder, or a run with model.lora."
-    ),
-]  # fmt: skip
+    typer.Option("--adapter", metavar="DIR", help="LoRA adapter to apply: a PEFT folder, or a run with model.lora."),
+]
 AskedModel = Annotated[
     str,
     typer.Argument(metavar="MODEL|PLAN.yaml", help="A preset, a Hugging Face folder or config.json, or a plan file."),

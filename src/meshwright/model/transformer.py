@@ -381,9 +381,7 @@ Criterion = Callable[[Predictions, Tensor, Tensor | None], Tensor]
 """Function (predictions, targets (B, S), scale () or None) -> sum () fp32 over the targets, times scale."""
 
 
-def skeleton(
-    shape: ModelShape, *, dropout: float = 0.0, kernels: str = "auto", products: str = SAME
-) -> Transformer:  # fmt: skip
+def skeleton(shape: ModelShape, *, dropout: float = 0.0, kernels: str = "auto", products: str = SAME) -> Transformer:
     """Build the whole model on the meta device, without memory. Raises PlanError for a shape that is plan-only."""
     if shape.plan_only:
         raise PlanError(f"{shape.name}: {shape.plan_only}; `meshwright plan` answers for it")

@@ -65,6 +65,11 @@ def persist(work: Callable[[], T]) -> T:
     raise AssertionError("the last attempt returns or raises")
 
 
+def list_sizes(folder: Location) -> dict[str, int]:
+    """Return the size of each file below a folder, at any depth, by its name."""
+    return {file.name: file.size_bytes for file in persist(folder.list_files)}
+
+
 def upload(triples: Sequence[tuple[Path, Location, str]], throttle: Throttle | None = None) -> None:
     """Copy (local path, URL, SHA-256 or "") to URLs, several at once.
 
@@ -98,8 +103,8 @@ def upload(triples: Sequence[tuple[Path, Location, str]], throttle: Throttle | N
 def download(triples: Sequence[tuple[Location, Path, str]], begun: Callable[[], None] = lambda: None) -> None:
     """Copy (URL, local path, SHA-256 or "") to local files, several at once. Each is complete or absent.
 
-    `begun` is called after each piece, by the threads that copy. Raises StoreError when a file cannot be read, is
-    missing, has another hash even at the second attempt, or cannot be written here.
+    Folders are made as needed. `begun` is called after each piece, by the threads that copy. Raises StoreError when a
+    file cannot be read, is missing, has another hash even at the second attempt, or cannot be written here.
     """
 
     def fetch(source: Location, target: Path, sha256: str) -> None:
@@ -125,6 +130,7 @@ def download(triples: Sequence[tuple[Location, Path, str]], begun: Callable[[], 
                 fresh.unlink(missing_ok=True)
 
     for folder in {target.parent for _, target, _ in triples}:
+        folder.mkdir(parents=True, exist_ok=True)
         remove_parts(folder, LEFTOVER_S)
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(lambda triple: fetch(*triple), triples))

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from meshwright.remote.locations import Location, RemoteFile
@@ -86,15 +86,12 @@ def _choose(run: StoredRun, which: str) -> str:
 def _bring(source: Location, files: list[RemoteFile], target: Path) -> None:
     """Download what is new or has changed, and remove what the store no longer has."""
     manifest = target / MANIFEST
-    try:
+    copied: dict[str, list[int | str]] = {}
+    with suppress(OSError, ValueError):
         copied = json.loads(manifest.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        copied = {}
     wanted = {file.name: [file.size_bytes, file.version] for file in files}
     missing = [name for name in wanted if copied.get(name) != wanted[name] or not (target / name).is_file()]
     check_room(target, sum(file.size_bytes for file in files if file.name in missing), source)
-    for name in missing:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
     if missing:
         log.info("downloading %d files of %s", len(missing), source)
     download([(source / name, target / name, "") for name in missing])

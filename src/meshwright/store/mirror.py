@@ -29,7 +29,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 
 from meshwright.remote.locations import Location
-from meshwright.remote.transfer import Throttle, download, persist, remove_parts, upload
+from meshwright.remote.transfer import Throttle, download, list_sizes, persist, remove_parts, upload
 from meshwright.spec.errors import CheckpointError, DamagedCheckpoint, StoreError, argument
 from meshwright.spec.plan.plan import Store
 from meshwright.spec.units import many
@@ -93,9 +93,9 @@ class StoredRun:
         """Return committed checkpoints, and the names of all others."""
         sizes: dict[str, int] = {}
         whole = set()
-        for file in persist(self.checkpoints.list_files):
-            folder, _, name = file.name.partition("/")
-            sizes[folder] = sizes.get(folder, 0) + file.size_bytes
+        for path, size_bytes in list_sizes(self.checkpoints).items():
+            folder, _, name = path.partition("/")
+            sizes[folder] = sizes.get(folder, 0) + size_bytes
             if name == COMMIT:
                 whole.add(folder)
         steps = {name: match for name in whole if (match := _NAME.fullmatch(name))}
@@ -117,7 +117,7 @@ class StoredRun:
             commit = self.read_commit(name)
         except CheckpointError as error:
             return str(error)
-        sizes = {file.name: file.size_bytes for file in persist((self.checkpoints / name).list_files)}
+        sizes = list_sizes(self.checkpoints / name)
         for file in commit.files:
             if file.name not in sizes:
                 return f"{file.name} is missing"
@@ -135,10 +135,9 @@ class StoredRun:
 
     def find_copies(self, path: Path) -> list[str]:
         """Return the names of sound copies of a local checkpoint. Where its COMMIT is readable, theirs is the same."""
-        try:
+        local = None
+        with suppress(CheckpointError):
             local = checkpoint_folder.read_commit(path)
-        except CheckpointError:
-            local = None
         names = [stored.name for stored in self.list_checkpoints() if f"step-{stored.step:06d}" == path.name]
         # Another course of training may have saved the same step.
         return [name for name in names if not self.find_problem(name) and local in (None, self.read_commit(name))]
@@ -155,8 +154,8 @@ class StoredRun:
     def remove(self, name: str) -> None:
         """Remove a checkpoint. COMMIT goes first, so that no reader takes what is left for a whole one."""
         folder = self.checkpoints / name
-        for file in sorted(persist(folder.list_files), key=lambda file: file.name != COMMIT):
-            persist((folder / file.name).remove)
+        for file in sorted(list_sizes(folder), key=lambda file: file != COMMIT):
+            persist((folder / file).remove)
 
     def prune(self, keep_last: int, *, step: int | None = None, uploading: str = "") -> list[str]:
         """Remove all but the newest `keep_last` whole checkpoints and the best. Damaged newer ones remain.
@@ -194,9 +193,8 @@ class StoredRun:
 
     def fetch_records(self, run: Path) -> None:
         """Download the files of the run folder: plan, tokenizer, metrics. They replace what is there."""
-        names = [file.name for file in persist(self.location.list_files) if "/" not in file.name]
-        run.mkdir(parents=True, exist_ok=True)
-        download([(self.location / name, run / name, "") for name in names if not name.startswith(".")])
+        names = [name for name in list_sizes(self.location) if "/" not in name and not name.startswith(".")]
+        download([(self.location / name, run / name, "") for name in names])
 
     def fetch(
         self, name: str, checkpoints: Path, part: tuple[int, int] = (0, 1), begun: Callable[[], None] = lambda: None
@@ -249,9 +247,7 @@ class Mirror:
         waiting: Called every second while a caller waits, for a watchdog.
     """
 
-    def __init__(
-        self, store: Store, *, rank: int, writers: int, waiting: Callable[[], None] = lambda: None
-    ) -> None:  # fmt: skip
+    def __init__(self, store: Store, *, rank: int, writers: int, waiting: Callable[[], None] = lambda: None) -> None:
         self.rank, self.writers, self.waiting = rank, writers, waiting
         self.error: StoreError | None = None
         """Why the last upload failed. The next one that succeeds clears it."""
@@ -408,7 +404,7 @@ class Uploader:
         pause_s, longest_s = POLL_S
         last_missing, since_s = len(needed), time.monotonic()
         while True:
-            present = {file.name: file.size_bytes for file in persist(target.list_files)}
+            present = list_sizes(target)
             missing = [name for name, size in needed.items() if present.get(name) != size]
             if not missing:
                 return

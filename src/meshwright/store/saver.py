@@ -214,27 +214,30 @@ class Saver:
         started = time.perf_counter()
         self._join()
         flight = _Flight(step, self.begun)
-        write = partial(
-            self._write, last=last, step=step, values=values, score=score, keep_last=self.keep_last,
-            group=None if self.group is None else self.group.process_group, check=flight.check,
-        )  # fmt: skip
+        group = None if self.group is None else self.group.process_group
+        uploading = (lambda: None) if (mirror := self.mirror) is None else lambda: mirror.step
+
+        def write(written: Mapping[str, Tensor]) -> Path:
+            path = checkpoint.save(
+                self.folder, step=step, tensors=written, values=values, score=score, keep_last=self.keep_last,
+                group=group, check=flight.check, uploading=uploading, disk=self.disk,
+            )  # fmt: skip
+            self._upload(step, path, group, last=last)
+            return path
+
         if self.group is None or last:
-            flight.path = write(tensors=tensors)
+            flight.path = write(tensors)
         else:
+            # Of identical pieces on several ranks, one rank writes.
+            if self._assigned is None:
+                self._assigned = checkpoint.assign_tensors(tensors, group)
+            assigned = {name: tensor for name, tensor in tensors.items() if name in self._assigned}
             # The copy is made before this returns: the next step changes the tensors.
-            flight.start(partial(write, tensors=self._staging.copy(self._assigned_tensors(tensors, self.group))))
+            flight.start(partial(write, self._staging.copy(assigned)))
         self._flight = flight
         if self.group is None or last:
             self._join()
         self.blocked_s += time.perf_counter() - started
-
-    def _write(self, *, last: bool, step: int, group: dist.ProcessGroup | None, **settings: Any) -> Path:
-        """Save, then begin the upload that rank 0 decides on. All ranks call this, perhaps in their threads."""
-        mirror = self.mirror
-        uploading = (lambda: None) if mirror is None else lambda: mirror.step
-        path = checkpoint.save(self.folder, step=step, group=group, uploading=uploading, disk=self.disk, **settings)
-        self._upload(step, path, group, last=last)
-        return path
 
     def upload_resumed(self, step: int, stored_step: int | None) -> None:
         """Upload the local checkpoint of a step unless the store has it, as after a failed upload. All ranks together.
@@ -317,12 +320,6 @@ class Saver:
         if self.mirror is not None:
             # A second Ctrl-C ends at once.
             self.mirror.abandon(GRACE_S if issubclass(kind, Exception) else 0.0)
-
-    def _assigned_tensors(self, tensors: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
-        """Return the tensors that this rank writes. Of identical pieces on several ranks, one rank writes."""
-        if self._assigned is None:
-            self._assigned = checkpoint.assign_tensors(tensors, group.process_group)
-        return {name: tensor for name, tensor in tensors.items() if name in self._assigned}
 
     def _join(self, limit_s: float | None = None) -> None:
         flight = self._flight

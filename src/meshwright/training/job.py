@@ -247,9 +247,7 @@ def open_job(
     return job
 
 
-def settle_execution(
-    plan: Plan, device: torch.device, rank_zero: RankZero, settle: Settle | None
-) -> tuple[Plan, str]:  # fmt: skip
+def settle_execution(plan: Plan, device: torch.device, rank_zero: RankZero, settle: Settle | None) -> tuple[Plan, str]:
     """Return the plan with its way to run passes on this machine, and why.
 
     All ranks get the same one. A CPU has only one way.

@@ -78,9 +78,7 @@ def run(
         sampler: Writes the answers of recipe.distillation_on_policy.
     """
     # Ranks agree on one plan and refuse it before anything is written.
-    job = open_job(
-        plan, resume, pulse=pulse or Heartbeat(), preflight=preflight, settle=settle, machines=machines
-    )  # fmt: skip
+    job = open_job(plan, resume, pulse=pulse or Heartbeat(), preflight=preflight, settle=settle, machines=machines)
     corpus, rows = load_corpus(job, progress)
     with open_run_folder(job, corpus) as folder, catch_interrupts(job) as interrupt:
         start = find_start(job, corpus, rows, folder)
@@ -205,9 +203,7 @@ def restore_or_initialize(job: Job, start: Start) -> tuple[TrainState, Share]:
     return state, share
 
 
-def new_state(
-    plan: Plan, mesh: Mesh, device: torch.device, *, initialize: bool, adapters: bool = False
-) -> TrainState:  # fmt: skip
+def new_state(plan: Plan, mesh: Mesh, device: torch.device, *, initialize: bool, adapters: bool = False) -> TrainState:
     """Build a plan's model over the mesh with its optimizer, before the first step.
 
     Without `initialize` weights stay uninitialized, for callers that load a checkpoint or need only sizes. `adapters`

@@ -7,23 +7,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.planner.rent.goodput import (
-    BLOOM,
     BUSY,
     LLAMA_3,
-    OPT,
     Conditions,
+    FailureRecord,
     Saves,
     best_interval,
-    daly,
     erlang_b,
     expected_wall_s,
     saves_of,
     simulate,
     time_run,
-    young,
 )
+from tests.planner.rent.intervals import daly, young
 
 DAY_S = 86_400.0
+OPT = FailureRecord(name="OPT-175B", interruptions=105, devices=992, days=60)
+"""arXiv:2205.01068: 35 manual restarts and an estimated 70 automatic ones in two months (recalled)."""
+BLOOM = FailureRecord(name="BLOOM 176B", interruptions=1.5, devices=384, days=7)
+"""arXiv:2211.05100: one or two GPU failures a week on 384 GPUs (recalled)."""
 
 
 def optimum(save_s: float, restart_s: float, mtbf_s: float) -> tuple[float, float]:

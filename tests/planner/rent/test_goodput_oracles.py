@@ -13,14 +13,13 @@ from meshwright.planner.rent.goodput import (
     Conditions,
     RunTiming,
     asked_conditions,
-    daly,
     exact_interval,
     expected_wall_s,
     saves_of,
     time_run,
-    young,
 )
 from meshwright.spec.errors import ArgumentError
+from tests.planner.rent.intervals import daly, young
 
 DAY_S = 86_400.0
 

@@ -220,10 +220,9 @@ def lock(folder: Path) -> Iterator[None]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file, or {} if there is none."""
-    try:
+    content = None
+    with contextlib.suppress(OSError, ValueError):
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
     return content if isinstance(content, dict) else {}
 
 

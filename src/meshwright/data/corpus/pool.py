@@ -90,10 +90,9 @@ class Pool:
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
         for child in self._children:
-            for pipe in (child.stdin, child.stdout):
-                with contextlib.suppress(OSError):
-                    pipe and pipe.close()
-            child.wait()
+            # Leaving it closes its pipes and waits.
+            with contextlib.suppress(OSError), child:
+                pass
 
     def map(self, batches: Iterable[Batch]) -> Iterator[list[bytes]]:
         """Yield the ids of every batch's texts in order, reading ahead by two batches per process."""

@@ -36,7 +36,6 @@ from meshwright.data.text.sources import Source
 from meshwright.data.tokens.tokenizer import Tokenizer, choose
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError, MalformedRowError
-from meshwright.spec.user_cache import writable_root
 
 FORMAT: Final = 7
 """Version of the cache, raised whenever the same rows would be stored differently."""
@@ -45,18 +44,6 @@ _MALFORMED: Final = 0
 """Stand-in for the hash of a row's content. Hashes have 64 bits, and none is expected to be 0."""
 _LIMIT_S: Final = 60.0
 """Time limit for the rows of a batch. A template needs less than a millisecond per row."""
-
-
-def prepare(
-    data: Data, *, cache_root: Path | None = None, processes: int | None = None, progress: Progress | None = None
-) -> Corpus:
-    """Return the samples of `data`, encoded now or cached. Raises DataError with file and line for bad rows."""
-    source, root = Source(data), cache_root or writable_root()
-    try:
-        return _prepare(data, source, root, processes, progress)
-    except OSError as error:
-        where = error.filename or root
-        raise DataError(f"token cache: {where}: {error.strerror}; set XDG_CACHE_HOME to a folder with room") from error
 
 
 def settings(data: Data, tokenizer: Tokenizer) -> SampleSettings:
@@ -75,7 +62,8 @@ def settings(data: Data, tokenizer: Tokenizer) -> SampleSettings:
     )
 
 
-def _prepare(data: Data, source: Source, root: Path, processes: int | None, progress: Progress | None) -> Corpus:
+def prepare(data: Data, source: Source, root: Path, processes: int | None, progress: Progress | None) -> Corpus:
+    """Return the samples, encoded now or read from the cache in `root`. Raises DataError, OSError."""
     tokenizer = choose(data.tokenizer, source.folder, iter(()))
     chosen = settings(data, tokenizer)
     if tokenizer.chat_template != chosen.template:  # a model goes with the template that it was trained by

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
@@ -29,7 +29,6 @@ from meshwright.data.text.sources import Source
 from meshwright.data.tokens.tokenizer import Tokenizer, choose, trained_vocab
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
-from meshwright.spec.user_cache import writable_root
 
 FORMAT: Final = 1
 """Version of the cache, raised whenever the same text would be stored differently."""
@@ -42,24 +41,8 @@ TRAINING_CHARACTERS: Final = 2**25
 """Text for training a tokenizer. More no longer changes the merges, and a trainer holds every distinct word."""
 
 
-def prepare(
-    data: Data, *, cache_root: Path | None = None, processes: int | None = None, progress: Progress | None = None
-) -> Corpus:
-    """Return the tokens of `data`, encoded now or read from the cache.
-
-    `processes` is by default one per core. Memory stays below 1 GiB in all. `progress` is called only while text is
-    encoded. Concurrent callers do the work once, and a damaged cache is rebuilt. Raises DataError for text that cannot
-    be encoded.
-    """
-    source, root = Source(data), cache_root or writable_root()
-    try:
-        return _prepare(data, source, root, processes, progress)
-    except OSError as error:
-        where = error.filename or root
-        raise DataError(f"token cache: {where}: {error.strerror}; set XDG_CACHE_HOME to a folder with room") from error
-
-
-def _prepare(data: Data, source: Source, root: Path, processes: int | None, progress: Progress | None) -> Corpus:
+def prepare(data: Data, source: Source, root: Path, processes: int | None, progress: Progress | None) -> Corpus:
+    """Return the tokens of text, encoded now or read from the cache in `root`. Raises DataError, OSError."""
     index = root / "index" / f"{source.signature()}.json"
     # The digest of unchanged files is in the index, so a second run need not read the text.
     counted, known = None, read_json(index)
@@ -72,10 +55,10 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
     content = repr((FORMAT, digest, tokenizer.fingerprint, tokenizer.vocab, data.validation, *source.skips))
     fingerprint = hashlib.blake2b(content.encode(), digest_size=20).hexdigest()
     folder = root / "tokens" / fingerprint[:24]
-    if (corpus := load(folder, tokenizer, fingerprint, _open_stream)) is not None:
+    if (corpus := load(folder, tokenizer, fingerprint, open_stream)) is not None:
         return replace(corpus, malformed=malformed)  # files with the same texts share a folder, and differ in this
     with lock(folder):  # another process may have written it meanwhile
-        if (corpus := load(folder, tokenizer, fingerprint, _open_stream)) is not None:
+        if (corpus := load(folder, tokenizer, fingerprint, open_stream)) is not None:
             return replace(corpus, malformed=malformed)
         if counted is None:
             # The index was current and the folder is gone: the survey is needed for the split.
@@ -85,7 +68,7 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
                 raise DataError(_describe_change(data))
         build = _Build(data, source, tokenizer, counted, processes, progress)
         build.into(folder, fingerprint)
-    if (corpus := load(folder, tokenizer, fingerprint, _open_stream)) is None:
+    if (corpus := load(folder, tokenizer, fingerprint, open_stream)) is None:
         raise DataError(f"token cache: {folder} was damaged while it was made: run again")
     return corpus
 
@@ -113,7 +96,8 @@ def _choose_tokenizer(data: Data, source: Source, digest: str, root: Path) -> To
     """Return the requested tokenizer. A trained one is stored by the content it was trained on."""
     if not data.tokenizer.startswith("bpe:"):
         return choose(data.tokenizer, source.folder, iter(()))
-    return Tokenizer.load(train_tokenizer(data.tokenizer, digest, root, read_beginning(source, TRAINING_CHARACTERS)))
+    texts = read_beginning(source.documents(), TRAINING_CHARACTERS)
+    return Tokenizer.load(train_tokenizer(data.tokenizer, digest, root, texts))
 
 
 def train_tokenizer(setting: str, digest: str, root: Path, texts: Iterator[str]) -> Path:
@@ -129,9 +113,9 @@ def train_tokenizer(setting: str, digest: str, root: Path, texts: Iterator[str])
     return folder
 
 
-def read_beginning(source: Source, characters: int) -> Iterator[str]:
-    """Yield pieces from the beginning of a source, about this many characters."""
-    for document in source.documents():
+def read_beginning(documents: Iterable[sources.Document], characters: int) -> Iterator[str]:
+    """Yield pieces from the first documents, about this many characters."""
+    for document in documents:
         for piece in document.pieces:
             yield piece
             characters -= len(piece)
@@ -267,7 +251,8 @@ def load(
     )  # fmt: skip
 
 
-def _open_stream(path: Path, counts: dict[str, int], tokenizer: Tokenizer) -> TokenStream:
+def open_stream(path: Path, counts: dict[str, int], tokenizer: Tokenizer) -> TokenStream:
+    """Return the stream in PATH.tokens and PATH.starts."""
     file = path.with_suffix(".tokens")
     tokens = map_numbers(file, tokenizer.dtype, counts["num_tokens"])
     starts = map_numbers(path.with_suffix(".starts"), np.dtype(np.int64), counts["num_documents"])

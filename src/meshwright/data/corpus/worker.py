@@ -10,7 +10,7 @@ import os
 import signal
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import IO
 
 from meshwright.data.tokens import word_encoder
@@ -51,16 +51,19 @@ def serve(source: IO[bytes] | None = None, sink: IO[bytes] | None = None) -> Non
     if setup is None:
         return
     encode = _encoder(*(part.decode() for part in setup))
+    answer_requests(source, sink, lambda request: encode([text.decode() for text in request[1:]], request[0]))
+
+
+def answer_requests(source: IO[bytes], sink: IO[bytes], answer: Callable[[list[bytes]], Iterable[bytes]]) -> None:
+    """Answer frames until the source ends, each with (error, parts of the answer). An empty error means success."""
     while (request := read_frame(source)) is not None:
-        flags, *texts = request
         try:
-            answer = [b"", *encode([text.decode() for text in texts], flags)]
-        except DataError as error:
-            answer = [str(error).encode()]
+            parts = [b"", *answer(request)]
         except Exception as error:
-            answer = [f"{type(error).__name__}: {error}".encode()]
+            reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+            parts = [reason.encode()]
         try:
-            write_frame(sink, answer)
+            write_frame(sink, parts)
         except BrokenPipeError:  # the parent is gone; an ordinary exit would complain about the unwritten rest
             os._exit(1)
 

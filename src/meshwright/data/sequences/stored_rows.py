@@ -7,7 +7,7 @@ order depends on the store and the seed alone, not on ranks, workers or restarts
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final, final
 
 import numpy as np
@@ -48,17 +48,12 @@ class _Epoch:
                 begin = int(self.ends[first - 1]) if first else 0
                 inside = blocks == block
                 number = int(self.ends[last - 1]) - begin
-                keys = _block_seed(self.seed, self.epoch, block)
-                places[inside] = begin + permute(places[inside] - begin, number, seed=keys, epoch=0)
+                digest = hashlib.blake2b(f"block {self.seed} {self.epoch} {block}".encode(), digest_size=8).digest()
+                seed = int.from_bytes(digest, "little")
+                places[inside] = begin + permute(places[inside] - begin, number, seed=seed, epoch=0)
         slots = np.searchsorted(self.ends, places, side="right")
         begins = np.where(slots > 0, self.ends[slots - 1], 0)
         return self.shards[slots], places - begins
-
-
-@lru_cache(maxsize=64)
-def _block_seed(seed: int, epoch: int, block: int) -> int:
-    digest = hashlib.blake2b(f"block {seed} {epoch} {block}".encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "little")
 
 
 @final
@@ -75,7 +70,7 @@ class StoredRows:
         self._firsts: Final = np.cumsum(self._windows) - self._windows
         """[shards] number of the first window of each shard."""
         self._length: Final = int(self._windows.sum())
-        self._epochs: dict[int, _Epoch] = {}
+        self._epoch: Final = lru_cache(maxsize=3)(partial(_Epoch, self._windows, stream.shuffled_shards, self._seed))
         if not self._length:
             longest = int(stream.cache.shards.tokens.max(initial=0))
             raise DataError(
@@ -90,7 +85,7 @@ class StoredRows:
     def take(self, cursor: int, count: int) -> Sequences:
         """Return rows [cursor, cursor + count) of the run, and fetch the shards of the next ones in a thread."""
         batch = self.rows_of(self.windows(cursor, count))
-        self._look_ahead(cursor + count)
+        self._stream.cache.prefetch(self.shards_ahead(cursor + count))
         return batch
 
     def windows(self, cursor: int, count: int) -> NDArray[np.int64]:
@@ -134,13 +129,3 @@ class StoredRows:
         next_block = self._epoch(epoch + 1).shards_of(0) if is_last else self._epoch(epoch).shards_of(block + 1)
         ahead = np.concatenate([self._epoch(epoch).shards_of(block), next_block])
         return list(dict.fromkeys(shard for shard in ahead.tolist() if self._windows[shard]))
-
-    def _look_ahead(self, cursor: int) -> None:
-        self._stream.cache.prefetch(self.shards_ahead(cursor))
-
-    def _epoch(self, number: int) -> _Epoch:
-        if number not in self._epochs:
-            for old in [epoch for epoch in self._epochs if abs(epoch - number) > 1]:
-                del self._epochs[old]
-            self._epochs[number] = _Epoch(self._windows, self._stream.shuffled_shards, self._seed, number)
-        return self._epochs[number]

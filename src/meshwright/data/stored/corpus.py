@@ -5,7 +5,6 @@ a raw shard gives is known only when it is encoded, and without that no row has 
 """
 
 import hashlib
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +14,13 @@ import numpy as np
 from meshwright.data.corpus.corpus import (
     Corpus,
     Progress,
-    TokenFile,
     TokenStream,
     lock,
-    map_numbers,
     new_folder,
     read_json,
     write_json,
 )
+from meshwright.data.corpus.token_cache import open_stream
 from meshwright.data.stored.encoding import load_tokenizer, prepare_store
 from meshwright.data.stored.index import StoreIndex, check_files, read_index
 from meshwright.data.stored.shard_cache import ShardCache, StoredStream
@@ -72,9 +70,7 @@ def check_stored(data: Data) -> None:
     """Raise DataError, before anything slow, for a store or raw shards that cannot be trained on."""
     if is_store(data.path):
         location = Location.at(data.path)
-        index = read_index(location)
-        check_files(location, index)
-        _check_disk(data, location, index, writable_root())
+        _check_room(data, location, read_index(location), writable_root())
     else:
         list_spans(data.path, 2**62)
 
@@ -88,8 +84,7 @@ def _open_store(data: Data, location: Location, root: Path) -> Corpus:
             f"data.validation={data.validation:g}: {location} holds out {index.validation:g}, as it was prepared; "
             "leave the key out, or prepare another store"
         )
-    check_files(location, index)
-    _check_disk(data, location, index, root)
+    _check_room(data, location, index, root)
     cache = ShardCache(location, index.train, index.vocab, folder, data.cache_bytes)
     first = cache.open(0) if len(index.train.file) else None
     if first is None:
@@ -122,11 +117,12 @@ def _tokenizer(data: Data, location: Location, index: StoreIndex) -> Tokenizer:
     return tokenizer
 
 
-def _check_disk(data: Data, location: Location, index: StoreIndex, root: Path) -> None:
-    """Raise DataError if the cache is too small for two blocks of shards, or local disk for the cache.
+def _check_room(data: Data, location: Location, index: StoreIndex, root: Path) -> None:
+    """Raise DataError if a shard is missing, or the cache too small for two blocks, or local disk for the cache.
 
     While one block is read, the next is fetched.
     """
+    check_files(location, index)
     held = int(index.held.bytes.sum())
     if location.local is None:
         sizes = np.sort(index.train.bytes)[::-1]
@@ -151,26 +147,13 @@ def _check_disk(data: Data, location: Location, index: StoreIndex, root: Path) -
 def _gather_held_out(location: Location, index: StoreIndex, tokenizer: Tokenizer, folder: Path) -> TokenStream:
     """Return the held-out shards as one stream, copied into local files once."""
     target, shards = folder / "held-out", index.held
-    counts = [int(column.sum()) for column in (shards.tokens, shards.documents, shards.text_bytes)]
-
-    def is_whole() -> bool:
-        names = read_json(target / "meta.json").get("files", {})
-        return bool(names) and all(
-            (target / name).is_file() and (target / name).stat().st_size == size for name, size in names.items()
-        )
-
-    if not is_whole():
-        with lock(target):
-            if not is_whole():
-                _copy_held_out(location, index, folder, target)
-    tokens, documents, text = counts
-    file = target / "held.tokens"
-    return TokenStream(
-        tokens=map_numbers(file, tokenizer.dtype, tokens),
-        starts=map_numbers(target / "held.starts", np.dtype(np.int64), documents),
-        num_tokens=tokens, num_bytes=text, num_documents=documents,
-        file=TokenFile(file, tokenizer.dtype) if hasattr(os, "pread") else None,
-    )  # fmt: skip
+    with lock(target):
+        sizes = read_json(target / "meta.json").get("files", {})
+        present = {path.name: path.stat().st_size for path in target.glob("held.*")}
+        if not sizes or sizes != present:
+            _copy_held_out(location, index, folder, target)
+    columns = {"num_tokens": shards.tokens, "num_documents": shards.documents, "num_bytes": shards.text_bytes}
+    return open_stream(target / "held", {name: int(column.sum()) for name, column in columns.items()}, tokenizer)
 
 
 def _copy_held_out(location: Location, index: StoreIndex, folder: Path, target: Path) -> None:

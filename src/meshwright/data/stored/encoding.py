@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -22,13 +22,12 @@ import numpy as np
 
 from meshwright.data.corpus.corpus import Progress
 from meshwright.data.corpus.pool import Pool, group_by_size
-from meshwright.data.corpus.token_cache import BATCH_CHARACTERS, TRAINING_CHARACTERS, queue_batches
+from meshwright.data.corpus.token_cache import BATCH_CHARACTERS, TRAINING_CHARACTERS, queue_batches, read_beginning
 from meshwright.data.stored.index import (
     ALIGNED,
     FORMAT,
     SIDES,
     index_bytes,
-    list_sizes,
     read_document,
     read_index,
     write_file,
@@ -38,7 +37,7 @@ from meshwright.data.text.rows import MalformedRows, sum_malformed
 from meshwright.data.text.sources import HELD_OUT, TRAIN, Document, SplitPart, list_files, mark_ends
 from meshwright.data.tokens.tokenizer import Tokenizer, choose
 from meshwright.remote.locations import Location, is_url
-from meshwright.remote.transfer import download, hash_file, upload
+from meshwright.remote.transfer import download, hash_file, list_sizes, upload
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 from meshwright.spec.plan.plan import SAMPLES, STDLIB
@@ -52,7 +51,6 @@ _MOST_DOCUMENTS: Final = 2**20
 """Most documents of a shard, whose starts are in memory."""
 _READERS: Final = 32
 """Records of units that are read at once."""
-Unit = tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,40 +89,42 @@ def prepare_store(
         store: Where to write, empty or begun with the same text and settings.
         part: This worker's number from 1, and the number of workers. Each call may have another number of workers.
         processes: Encoding processes, by default one per core.
-        shard_tokens: Tokens of a shard.
+        shard_tokens: Tokens of a shard, at least 1.
         progress: Called with bytes of text done and in all, of this part.
 
     Raises DataError, StoreError.
     """
-    _check(data, store, part, shard_tokens)
+    _check(data, store)
     location = Location.at(store)
     spans = list_spans(data.path, _BYTES_PER_TOKEN * shard_tokens)
-    units = list(_units(spans, _BYTES_PER_TOKEN * shard_tokens))
+    # A unit is many small files, or a part of a large one.
+    units = list(group_by_size(spans, lambda span: span.end - span.begin, _BYTES_PER_TOKEN * shard_tokens // 2))
     definition, tokenizer = _agree(location, data, spans, len(units), shard_tokens)
     sizes = list_sizes(location)
     numbers = range(part[0] - 1, len(units), part[1])
     missing = [number for number in numbers if _record(location, number, sizes) is None]
-    weights = [sum(span.end - span.begin for span in units[number]) for number in numbers]
-    done, encoded = sum(weights) - sum(sum(span.end - span.begin for span in units[number]) for number in missing), 0
+    weights = {number: sum(span.end - span.begin for span in units[number]) for number in numbers}
+    whole, left = sum(weights.values()), sum(weights[number] for number in missing)
     with Pool(tokenizer, processes) as pool:
         for number in missing:
             _UnitEncoder(location, data, tokenizer, shard_tokens, pool).encode(number, units[number])
-            done, encoded = done + sum(span.end - span.begin for span in units[number]), encoded + 1
+            left -= weights[number]
             if progress is not None:
-                progress(done, sum(weights))
-    absent = _merge(location, definition, len(units), encoded > 0)
+                progress(whole - left, whole)
+    absent = _merge(location, definition, len(units), bool(missing))
+    prepared = Prepared(store=store, units=len(units), encoded=len(missing), missing=absent, part=part)
     if absent:
-        return Prepared(store=store, units=len(units), encoded=encoded, missing=absent, part=part)
+        return prepared
     index = read_index(location)
-    return Prepared(
-        store=store, units=len(units), encoded=encoded, missing=0, part=part,
+    return replace(
+        prepared,
         train_tokens=int(index.train.tokens.sum()), held_out_tokens=int(index.held.tokens.sum()),
         train_shards=len(index.train.file), malformed_rows=int(index.malformed.get("malformed", 0)),
         documents=int(index.train.documents.sum() + index.held.documents.sum()),
     )  # fmt: skip
 
 
-def _check(data: Data, store: str, part: tuple[int, int], shard_tokens: int) -> None:
+def _check(data: Data, store: str) -> None:
     if data.mixture:
         raise DataError("a token store has one source: prepare each, and mix them with data=STORE_A:0.7,STORE_B:0.3")
     if data.path == STDLIB or data.path.startswith("hub:"):
@@ -132,21 +132,11 @@ def _check(data: Data, store: str, part: tuple[int, int], shard_tokens: int) -> 
     if data.form == SAMPLES or data.limit_bytes:
         named = "form=samples" if data.form == SAMPLES else f"limit_bytes={data.limit_bytes}"
         raise DataError(f"data.{named}: a token store holds whole texts; leave it out")
-    if not 1 <= part[0] <= part[1]:
-        raise DataError(f"part {part[0]}/{part[1]} does not exist: take 1/{part[1]} to {part[1]}/{part[1]}")
-    if shard_tokens < 1:
-        raise DataError(f"a shard has at least 1 token, not {shard_tokens}")
     folder = Path(store).expanduser()
     if is_url(store) or not folder.exists() or (folder / "store.json").is_file():
         return
     if not folder.is_dir() or any(folder.iterdir()):
         raise DataError(f"{store} exists and is no token store: name an empty or new folder")
-
-
-def _units(spans: Iterable[Span], least_bytes: int) -> Iterator[Unit]:
-    """Yield units of about as much text: many small files, or a part of a large one."""
-    for unit in group_by_size(spans, lambda span: span.end - span.begin, least_bytes // 2):
-        yield tuple(unit)
 
 
 def _agree(
@@ -196,18 +186,8 @@ def _choose_tokenizer(location: Location, data: Data, spans: list[Span], begun: 
             "no tokenizer is named, and none lies beside the text: give the model's with data.tokenizer=DIR, or "
             "data.tokenizer=bpe:32768 to train one on the beginning of the text"
         )
-    return choose(data.tokenizer, folder, _beginning(data, spans))
-
-
-def _beginning(data: Data, spans: list[Span]) -> Iterator[str]:
-    characters = 0
-    for span in spans:
-        for document in documents(span, data, MalformedRows()):
-            for piece in document.pieces:
-                yield piece
-                characters += len(piece)
-                if characters >= TRAINING_CHARACTERS:
-                    return
+    texts = (document for span in spans for document in documents(span, data, MalformedRows()))
+    return choose(data.tokenizer, folder, read_beginning(texts, TRAINING_CHARACTERS))
 
 
 def load_tokenizer(location: Location) -> Tokenizer:
@@ -216,10 +196,7 @@ def load_tokenizer(location: Location) -> Tokenizer:
     if folder.local is not None:
         return Tokenizer.load(folder.local)
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as local:
-        names = [name for name in list_sizes(folder) if ".." not in name]
-        for name in names:
-            (Path(local) / name).parent.mkdir(parents=True, exist_ok=True)
-        download([(folder / name, Path(local) / name, "") for name in names])
+        download([(folder / name, Path(local) / name, "") for name in list_sizes(folder) if ".." not in name])
         return Tokenizer.load(local)
 
 
@@ -266,7 +243,7 @@ class _UnitEncoder:
     shard_tokens: int
     pool: Pool
 
-    def encode(self, number: int, unit: Unit) -> None:
+    def encode(self, number: int, unit: list[Span]) -> None:
         """Write the shards of a unit, then its record."""
         malformed, waiting = MalformedRows(), list[list[SplitPart]]()
         with self._folder(number) as folder, ExitStack() as stack:
@@ -294,11 +271,9 @@ class _UnitEncoder:
             return
         for leftover in self.location.local.glob(f".unit-{number}.*"):  # of a worker that was killed
             shutil.rmtree(leftover, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".unit-{number}.", dir=self.location.local))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        unit = f".unit-{number}."
+        with tempfile.TemporaryDirectory(prefix=unit, dir=self.location.local, ignore_cleanup_errors=True) as local:
+            yield Path(local)
 
     def _store(self, files: list[Path]) -> None:
         target = self.location / "shards"

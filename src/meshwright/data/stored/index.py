@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.remote.locations import Location
-from meshwright.remote.transfer import persist
+from meshwright.remote.transfer import list_sizes, persist
 from meshwright.spec.errors import DataError, printable
 
 FORMAT: Final = "meshwright-tokens-1"
@@ -46,29 +46,14 @@ class Shards:
     """UTF-8 bytes of the text, without marks."""
 
     @classmethod
-    def of_records(cls, records: Sequence[Mapping[str, Any]]) -> "Shards":
-        """Return the columns of records with the names of the fields."""
-        return cls.of_columns({column.name: [record[column.name] for record in records] for column in fields(cls)})
-
-    @classmethod
     def of_columns(cls, columns: Mapping[str, Any]) -> "Shards":
         """Return the columns of an index. Raises KeyError, TypeError, ValueError for others."""
-        numbers = [np.array(columns[name], np.int64) for name in ("bytes", "tokens", "documents", "text_bytes")]
-        names = [tuple(map(str, columns[name])) for name in ("file", "sha256")]
-        if len({len(column) for column in (*names, *numbers)}) > 1:
+        names: dict[str, Any] = {name: tuple(map(str, columns[name])) for name in ("file", "sha256")}
+        counted = ("bytes", "tokens", "documents", "text_bytes")
+        numbers: dict[str, Any] = {name: np.array(columns[name], np.int64) for name in counted}
+        if len({len(column) for column in (*names.values(), *numbers.values())}) > 1:
             raise ValueError("columns of different lengths")
-        size, tokens, documents, text_bytes = numbers
-        return cls(
-            file=names[0], sha256=names[1], bytes=size, tokens=tokens, documents=documents, text_bytes=text_bytes
-        )
-
-    def columns(self) -> dict[str, list[Any]]:
-        """Return the columns for a JSON document."""
-        return {column.name: list(_plain(getattr(self, column.name))) for column in fields(self)}
-
-
-def _plain(column: Any) -> Any:
-    return column.tolist() if isinstance(column, np.ndarray) else column
+        return cls(**names, **numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +68,6 @@ class StoreIndex:
     validation: float
     """Share of the documents that are held out."""
     shuffled_shards: int
-    source: str
     malformed: Mapping[str, Any]
     """Fields of MalformedRows."""
     fingerprint: str
@@ -114,7 +98,10 @@ def index_bytes(
     definition: Mapping[str, Any], units: Sequence[Mapping[str, Any]], malformed: Mapping[str, Any]
 ) -> bytes:
     """Return index.json of a store from the records of all its units, in order."""
-    sides = {side: Shards.of_records([shard for unit in units for shard in unit[side]]).columns() for side in SIDES}
+    sides = {
+        side: {column.name: [shard[column.name] for unit in units for shard in unit[side]] for column in fields(Shards)}
+        for side in SIDES
+    }
     keys = ("format", "tokenizer", "vocab", "validation", "source")
     document = {key: definition[key] for key in keys}
     document |= {"shuffled_shards": SHUFFLED_SHARDS, "malformed": malformed, **sides}
@@ -136,7 +123,7 @@ def read_index(location: Location) -> StoreIndex:
         return StoreIndex(
             train=Shards.of_columns(document["train"]),
             held=Shards.of_columns(document["held"]),
-            **{key: document[key] for key in ("tokenizer", "vocab", "validation", "shuffled_shards", "source")},
+            **{key: document[key] for key in ("tokenizer", "vocab", "validation", "shuffled_shards")},
             malformed=document["malformed"],
             fingerprint=hashlib.blake2b(content, digest_size=20).hexdigest(),
         )
@@ -150,11 +137,6 @@ _REMEDY: Final = "remove {} there if it exists, and run `meshwright data prepare
 def damaged(location: Location, file: str, fault: str) -> DataError:
     """Return the error for a shard that is missing or changed."""
     return DataError(f"{location}/{file} {fault}: {_REMEDY.format(printable(file))}")
-
-
-def list_sizes(location: Location) -> dict[str, int]:
-    """Return the size of each file of a store, by its name."""
-    return {file.name: file.size_bytes for file in persist(location.list_files)}
 
 
 def check_files(location: Location, index: StoreIndex) -> None:

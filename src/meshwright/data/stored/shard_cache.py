@@ -106,8 +106,7 @@ class ShardCache:
         return [number for number in closed if not self._is_here(number)]
 
     def _path(self, number: int) -> Path:
-        file = self.shards.file[number]
-        return (self.location.local or self._folder) / file
+        return (self.location.local or self._folder) / self.shards.file[number]
 
     def _is_here(self, number: int) -> bool:
         try:
@@ -116,13 +115,12 @@ class ShardCache:
             return False
 
     def _read(self, number: int) -> TokenStream:
-        path, is_fresh = self._path(number), False
+        path = self._path(number)
         while True:
-            if not self._is_here(number):
+            if is_fresh := not self._is_here(number):
                 if self.location.local is not None:
                     raise damaged(self.location, self.shards.file[number], "is missing or cut off")
                 self.fetch([number])
-                is_fresh = True
             try:
                 stream = self._map(path, number)
                 # The descriptor is open: whoever removes the file now does not disturb the check.

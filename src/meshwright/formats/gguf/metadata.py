@@ -81,10 +81,8 @@ _GPT2 = (
     _OUTER
     + _BLOCK
     + weight_rows({"positions": "position_embd"})
-    + weight_rows(
-        {"layers.*.attention.q + layers.*.attention.k + layers.*.attention.v": "blk.*.attn_qkv"}, FUSED
-    )
-)  # fmt: skip
+    + weight_rows({"layers.*.attention.q + layers.*.attention.k + layers.*.attention.v": "blk.*.attn_qkv"}, FUSED)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

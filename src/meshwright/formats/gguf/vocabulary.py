@@ -283,9 +283,7 @@ def _merge_scores(words: Mapping[int, str], kinds: list[int], merges: list[str],
     for merge in merges:
         order.setdefault(merge.replace(" ", ""), len(order))
     last = float(len(order))
-    return [
-        -float(order.get(words.get(id, ""), last)) if kinds[id] == NORMAL else 0.0 for id in range(vocab)
-    ]  # fmt: skip
+    return [-float(order.get(words.get(id, ""), last)) if kinds[id] == NORMAL else 0.0 for id in range(vocab)]
 
 
 def read_vocabulary(header: GGUFHeader) -> GGUFVocabulary | None:

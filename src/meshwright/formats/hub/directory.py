@@ -345,9 +345,7 @@ def stored_weights(
         yield from zip(binding.ours, tensors, strict=True)
 
 
-def check_weights(
-    folder: Path, shape: ModelShape
-) -> tuple[list[Binding], dict[str, Stored], dict[str, Stored]]:  # fmt: skip
+def check_weights(folder: Path, shape: ModelShape) -> tuple[list[Binding], dict[str, Stored], dict[str, Stored]]:
     """Check a directory by the headers of its files, before memory for a model is allocated.
 
     Returns the bindings, the stored tensors, and the scales of fp8 ones. Raises HubError as `stored_weights` does.

@@ -6,7 +6,6 @@ rank does when it hangs: the outermost of these functions on its stack.
 
 import json
 import os
-import queue
 import secrets
 import shlex
 import shutil
@@ -15,7 +14,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -270,14 +270,14 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
     import torch
     import torch.distributed as dist
 
-    from meshwright.parallel.health.heartbeat import Heartbeat
+    from meshwright.parallel.health.heartbeat import Heartbeat, HeartbeatWatch
     from meshwright.parallel.health.watchdog import Limits, RankPlace, Watchdog, meet
 
     reach_s = min(REACH_S, limit_s)
     # torchrun hosts the store itself; in processes started by hand, the first rank does.
     store = _store(hosts=rank() == 0 and not has_agent_store(), limit_s=reach_s)
     attempt = f"meshwright/{meet(store, rank(), processes(), limit_s)}"
-    rank_place = RankPlace(
+    home = RankPlace(
         rank=rank(),
         world=processes(),
         neighbours=_neighbours(),
@@ -287,14 +287,11 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
         # A connection of its own: a request of the main thread may block for as long as a rank is late.
         dist.PrefixStore(attempt, _store(hosts=False, limit_s=reach_s)),
         dist.PrefixStore(attempt, store),
-        rank_place,
-        pulse=Heartbeat(),
-        phases=PHASES,
-        reads=READS,
+        home,
+        HeartbeatWatch(Heartbeat(), PHASES, READS, queues=torch.cuda.is_available()),
         limits=Limits(hang_s=hang_after_s),
         say=_say,
         end=os._exit,
-        queues=torch.cuda.is_available(),
     )
     watchdog.start()
     return watchdog
@@ -313,43 +310,29 @@ def _store(*, hosts: bool, limit_s: float) -> "dist.TCPStore":
     except (KeyError, ValueError):
         raise RunError("WORLD_SIZE is above 1 without MASTER_ADDR and MASTER_PORT: start with torchrun") from None
 
-    def connect() -> dist.TCPStore:
-        return dist.TCPStore(
-            host, port, is_master=hosts, wait_for_workers=False, multi_tenant=hosts, timeout=timedelta(seconds=limit_s)
-        )
+    limit, connected = timedelta(seconds=limit_s), Future[dist.TCPStore]()
 
+    def connect() -> None:
+        try:
+            connected.set_result(
+                dist.TCPStore(host, port, is_master=hosts, wait_for_workers=False, multi_tenant=hosts, timeout=limit)
+            )
+        except Exception as error:
+            connected.set_exception(error)
+
+    # Whatever listens on the port may accept and never answer, for which the library has no timeout. So the thread may
+    # be left behind, and the main thread handles signals meanwhile.
+    threading.Thread(target=connect, name="connect", daemon=True).start()
     try:
-        return _connect_within(limit_s, connect)
+        return connected.result(timeout=limit_s)
     except (RuntimeError, ValueError, OSError) as error:
+        reason = f"no answer within {limit_s:.0f} s" if isinstance(error, TimeoutError) else _first_line(error)
         if hosts:
             advice = "take another MASTER_PORT" if "EADDRINUSE" in str(error) else "is MASTER_ADDR this machine?"
-            raise Unreachable(f"rank 0 cannot listen on {host}:{port}: {_first_line(error)}; {advice}") from None
+            raise Unreachable(f"rank 0 cannot listen on {host}:{port}: {reason}; {advice}") from None
         raise Unreachable(
-            f"rank {rank()} cannot reach {host}:{port}: {_first_line(error)}; is the port free and rank 0 started?"
+            f"rank {rank()} cannot reach {host}:{port}: {reason}; is the port free and rank 0 started?"
         ) from None
-
-
-def _connect_within(limit_s: float, connect: "Callable[[], dist.TCPStore]") -> "dist.TCPStore":
-    """Connect in a thread that may be left behind, while the main thread handles signals.
-
-    Whatever listens on the port may accept and never answer, for which the library has no timeout.
-    """
-    outcomes: queue.SimpleQueue[dist.TCPStore | Exception] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            outcomes.put(connect())
-        except Exception as error:
-            outcomes.put(error)
-
-    threading.Thread(target=run, name="connect", daemon=True).start()
-    try:
-        outcome = outcomes.get(timeout=limit_s)
-    except queue.Empty:
-        raise OSError(f"no answer within {limit_s:.0f} s") from None
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
 
 
 def _neighbours() -> tuple[int, ...]:
@@ -379,39 +362,33 @@ def _say(line: str) -> None:
 
 def command(words: Sequence[str]) -> str:
     """Return `meshwright WORDS`, with a path where the shell would not find this very `meshwright`."""
-    return " ".join([_program(), *map(shlex.quote, words)])
+    called = Path(sys.argv[0])
+    # `python -m meshwright` puts the path of __main__.py there, which cannot be run as a command.
+    is_module = called.name == "__main__.py" or not called.exists()
+    return " ".join([_module("meshwright") if is_module else _script(called), *map(shlex.quote, words)])
 
 
 def launched(words: Sequence[str], *, nodes: int, per_node: int, host: str = "") -> str:
     """Return `torchrun ... -m meshwright WORDS` for all processes. `host`: the rendezvous host of several nodes."""
     rendezvous = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host or 'HOST'}:29500"]
     options = [*(rendezvous if nodes > 1 else []), "--nproc_per_node", str(per_node)]
-    return " ".join([_torchrun(), *map(shlex.quote, [*options, "-m", "meshwright", *words])])
-
-
-def _torchrun() -> str:
     beside = Path(sys.executable).with_name("torchrun")
-    if not beside.exists():
-        return f"{shlex.quote(_short_path(Path(sys.executable)))} -m torch.distributed.run"
-    on_path = shutil.which("torchrun")
-    return "torchrun" if on_path and os.path.samefile(on_path, beside) else shlex.quote(_short_path(beside))
+    torchrun = _script(beside) if beside.exists() else _module("torch.distributed.run")
+    return " ".join([torchrun, *map(shlex.quote, [*options, "-m", "meshwright", *words])])
 
 
-def _program() -> str:
-    called = Path(sys.argv[0])
-    # `python -m meshwright` puts the path of __main__.py there, which cannot be run as a command.
-    if called.name == "__main__.py" or not called.exists():
-        return f"{shlex.quote(_short_path(Path(sys.executable)))} -m meshwright"
-    # A shell may find another installation of the same name first.
-    on_path = shutil.which(called.name)
-    if on_path and Path(on_path).resolve() == called.resolve():
-        return called.name
-    return shlex.quote(_short_path(called))
+def _module(name: str) -> str:
+    return f"{shlex.quote(_short_path(Path(sys.executable)))} -m {name}"
+
+
+def _script(path: Path) -> str:
+    """Return the name of a program, or its path where a shell finds another of the same name first, or none."""
+    on_path = shutil.which(path.name)
+    return path.name if on_path and os.path.samefile(on_path, path) else shlex.quote(_short_path(path))
 
 
 def _short_path(path: Path) -> str:
     """Return a path relative to the current folder if it lies below."""
     # Not Path.resolve: an environment's python is a link, and its target would start without the environment.
     absolute = Path(os.path.abspath(path))
-    current_folder = Path.cwd()
-    return str(absolute.relative_to(current_folder)) if absolute.is_relative_to(current_folder) else str(absolute)
+    return str(absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from meshwright.interface.answers.answer import Answer
 
 NARROWEST, WIDEST = 60, 200
 """Narrowest and widest layout in columns. A narrower terminal breaks lines itself."""
@@ -155,6 +156,14 @@ def print_json(document: Any) -> None:
 
     json.dump(plain(document), sys.stdout, ensure_ascii=False, allow_nan=False)
     sys.stdout.write("\n")
+
+
+def print_answer(answer: "Answer", lines: Iterable[str], *, json: bool) -> None:
+    """Print the document of an answer, or else these lines about it."""
+    if json:
+        print_json(answer.to_dict())
+    else:
+        show(lines)
 
 
 @contextmanager

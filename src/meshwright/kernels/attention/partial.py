@@ -286,9 +286,7 @@ def _mask_of_tile(dropout: AttentionDropout | None, columns: Tensor | None, tile
     return keep_mask(_flat(rows.unsqueeze(-1), keys).squeeze(-1), columns[tile.keys], dropout.rate)
 
 
-def _part(
-    q: Tensor, k: Tensor, v: Tensor, tile: Tile, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _part(q: Tensor, k: Tensor, v: Tensor, tile: Tile, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Attend q (B, H, R, E) over a part. `mask` (B K, H / K R, T) are the weights that stay.
 
     Returns sum of exp(scores - shift) v (B, H, R, V), the log-sum-exp and the shift (B, H, R).

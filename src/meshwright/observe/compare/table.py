@@ -190,11 +190,9 @@ def row_json(row: ComparedRow) -> dict[str, Any]:
         "agrees": row.agrees(),
         "beyond": [KEYS[column] for column in row.beyond],
         "missing": {
-            key: why
-            for key, why, value in zip(KEYS, row.missing, row.values, strict=True)
-            if value is None and why
+            key: why for key, why, value in zip(KEYS, row.missing, row.values, strict=True) if value is None and why
         },
-    }  # fmt: skip
+    }
 
 
 def memory_line(comparison: Comparison, process_bytes: int) -> str:

@@ -347,9 +347,7 @@ def _flash_backward(q: Tensor, k: Tensor, *_: Any) -> int:
     return sums + is_grouped * 2 * batch * k.shape[2] * heads * dim * q.element_size()
 
 
-def _varlen_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, borders: Tensor | None, *_: Any
-) -> int:  # fmt: skip
+def _varlen_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, borders: Tensor | None, *_: Any) -> int:
     """Return the workspace of q (T, H, E) and k (T, K, E) of documents that begin at `borders` (N + 1,).
 
     ROWS rows are added for each document. Without borders, tensors are those of a dense batch: q (B, S, H, E),

@@ -97,9 +97,7 @@ class RowParallelProducts:
         return _gradient(gradient, weight, self.slices.group, self.slices.sp, self.slices.of_slice(gradient), self.form)
 
 
-def _product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: bool, pieces: int, form: str
-) -> Tensor:  # fmt: skip
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: bool, pieces: int, form: str) -> Tensor:
     # One call for each piece, and contiguous: selective recomputation keeps products of matrices.
     chunks = (piece.contiguous() for piece in x.chunk(pieces, SEQUENCE))
     parts = (part for (part,) in products_of_pieces(chunks, (weight,), (bias,), form))

@@ -72,12 +72,11 @@ ATTENTION_CORES = frozenset(
     getattr(torch.ops.aten, name).default
     for name in (
         *(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
-        "_scaled_dot_product_flash_attention_for_cpu", "_flash_attention_forward",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_flash_attention_forward",
     )
     if hasattr(torch.ops.aten, name)
-) | {
-    getattr(torch.ops.meshwright, name).default for name in ("varlen_attention", "context_attention")
-}  # fmt: skip
+) | {getattr(torch.ops.meshwright, name).default for name in ("varlen_attention", "context_attention")}
 """Attention in compiled code: it has no seams, and a policy sees only operators."""
 
 EXCHANGES = frozenset({torch.ops.meshwright.enter.default, torch.ops.meshwright.leave.default})

@@ -16,6 +16,7 @@ from functools import partial
 from itertools import accumulate, chain, repeat, takewhile
 from operator import call, is_not, methodcaller
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType, TracebackType
 
 from meshwright.parallel.groups.group import Traffic
@@ -232,13 +233,9 @@ class HeartbeatWatch:
 
     def after(self, trace: TracebackType | None) -> Beat:
         """Return where the thread was when it raised the error that ends it."""
-        names = []
-        while trace is not None:
-            names.append(_name(trace.tb_frame))
-            trace = trace.tb_next
+        names = [_name(frame) for frame, _ in walk_tb(trace)]
         calls = self.pulse.calls
-        phase = self.phase(names[::-1])
-        return Beat(step=self.pulse.step, phase=phase, last=calls.last, calls=calls.calls_begun)
+        return Beat(step=self.pulse.step, phase=self.phase(names[::-1]), last=calls.last, calls=calls.calls_begun)
 
     def phase(self, names: list[str]) -> str:
         """Return the phase of the outermost known function, from function names, innermost first."""

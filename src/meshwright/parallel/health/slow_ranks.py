@@ -48,14 +48,11 @@ class SlowRanks:
         steps = [beat.timed - before.timed for beat, before in zip(beats, self._begun, strict=True)]
         if now_s - self._begun_s < WINDOW_S or min(steps) < WINDOW_STEPS:
             return []
-        paces = [
-            _Pace(steps=n, work_s=(beat.work_s - before.work_s) / n, step_s=(beat.steps_s - before.steps_s) / n)
-            for n, beat, before in zip(steps, beats, self._begun, strict=True)
-        ]
-        self._begun, self._begun_s = beats, now_s
         roles: dict[str, dict[int, _Pace]] = {}
-        for rank, beat in enumerate(beats):
-            roles.setdefault(beat.role, {})[rank] = paces[rank]
+        for rank, (n, beat, before) in enumerate(zip(steps, beats, self._begun, strict=True)):
+            work_s, step_s = (beat.work_s - before.work_s) / n, (beat.steps_s - before.steps_s) / n
+            roles.setdefault(beat.role, {})[rank] = _Pace(steps=n, work_s=work_s, step_s=step_s)
+        self._begun, self._begun_s = beats, now_s
         return [slow for role in roles.values() for slow in self._judge(role, beats)]
 
     def _judge(self, paces: Mapping[int, _Pace], beats: Sequence[Beat]) -> list[SlowRank]:

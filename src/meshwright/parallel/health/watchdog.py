@@ -24,7 +24,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -34,7 +34,7 @@ from types import FrameType, TracebackType
 
 import torch.distributed as dist
 
-from meshwright.parallel.health.heartbeat import COMPILE, Beat, Heartbeat, HeartbeatWatch
+from meshwright.parallel.health.heartbeat import COMPILE, Beat, HeartbeatWatch
 from meshwright.parallel.health.slow_ranks import SlowRanks
 from meshwright.spec.errors import RunError
 
@@ -49,10 +49,8 @@ def meet(store: dist.Store, rank: int, world: int, limit_s: float) -> str:
     Costs rank 0 two small requests for each other rank and look, the others two in all. Raises RunError when some ranks
     do not come in time.
     """
-    return _welcome(store, world, limit_s) if rank == 0 else _arrive(store, rank, limit_s)
-
-
-def _arrive(store: dist.Store, rank: int, limit_s: float) -> str:
+    if rank == 0:
+        return _welcome(store, world, limit_s)
     word = secrets.token_hex(8)
     store.set(f"hello/{rank}", word)
     try:
@@ -151,8 +149,13 @@ def judge(beats: Sequence[Beat], silent_s: Sequence[float], limits: Limits) -> B
     blamed = min(going, key=lambda rank: _order(beats[rank]))
     # Compiling takes minutes, and ranks that wait for a compiling one may take as long.
     slow = beats[blamed].slow or any(beats[rank].phase == COMPILE for rank in going)
-    limit_s = limits.still_s(replace(beats[blamed], slow=slow))
-    return _blame_still(blamed, beats[blamed]) if beats[blamed].still_s > limit_s else None
+    beat = beats[blamed]
+    if beat.still_s <= limits.still_s(replace(beat, slow=slow)):
+        return None
+    how = f"has stood still for {beat.still_s:.0f} s"
+    if beat.waits:
+        how = f"is the farthest behind of ranks that have waited for each other for {beat.still_s:.0f} s"
+    return Blame(blamed, f"{_name_rank(blamed, beat)} {how} at {beat.position} ({beat.where}); {ADVICE}")
 
 
 def _order(beat: Beat) -> tuple[float, ...]:
@@ -171,23 +174,6 @@ def _blame_silent(rank: int, beats: Sequence[Beat], silent_s: Sequence[float]) -
         rank,
         f"{_name_rank(rank, beats[rank])}{more} has been silent for {seconds:.0f} s in step {step}, stopped or cut "
         f"off; its last beat was at {beats[rank].position}; {ADVICE}",
-    )
-
-
-def _blame_still(rank: int, beat: Beat) -> Blame:
-    """Blame a rank that sends beats but makes no progress."""
-    how = f"has stood still for {beat.still_s:.0f} s"
-    if beat.waits:
-        how = f"is the farthest behind of ranks that have waited for each other for {beat.still_s:.0f} s"
-    return Blame(rank, f"{_name_rank(rank, beat)} {how} at {beat.position} ({beat.where}); {ADVICE}")
-
-
-def _blame_dead(rank: int, beat: Beat, observer: int, observer_beat: Beat) -> Blame:
-    """Blame a rank whose process is gone without a message: its last beat, and where an observer was at the time."""
-    return Blame(
-        rank,
-        f"{_name_rank(rank, beat)} died without a word (killed?) in {observer_beat.position} of rank {observer}; "
-        f"its own last beat was at {beat.position}; {ADVICE}",
     )
 
 
@@ -233,9 +219,9 @@ class Watchdog:
     Args:
         store: Connection to the store for the watchdog's threads.
         main_store: Another connection to the same store, for all other threads.
+        watch: Sees the thread.
         say: Prints a line.
         end: Ends the process at once with an exit code.
-        queues: As of HeartbeatWatch.
     """
 
     def __init__(
@@ -243,18 +229,15 @@ class Watchdog:
         store: dist.Store,
         main_store: dist.Store,
         home: RankPlace,
+        watch: HeartbeatWatch,
         *,
-        pulse: Heartbeat,
-        phases: Mapping[str, str],
-        reads: frozenset[str],
         limits: Limits,
         say: Callable[[str], None],
         end: Callable[[int], None],
-        queues: bool = False,
     ) -> None:
         self.store, self.main_store, self.home, self.limits = store, main_store, home, limits
         self.say, self.end = say, end
-        self.pulse, self.watch = pulse, HeartbeatWatch(pulse, phases, reads, queues=queues)
+        self.pulse, self.watch = watch.pulse, watch
         self.beat = Beat(host=home.host, machine=_machine(), pid=os.getpid())
         self.beat_s = min(BEAT_S, limits.silent_s / 4)
         self._claims: queue.SimpleQueue[tuple[Blame, int]] = queue.SimpleQueue()
@@ -378,12 +361,15 @@ class Watchdog:
             beat = Beat.decode(self.store.get(_key(rank)))
             # Ranks that have finished their work may end.
             if not beat.done:
-                self._claim(_blame_dead(rank, beat, self.home.rank, self.beat), FAILED)
+                sentence = (
+                    f"{_name_rank(rank, beat)} died without a word (killed?) in {self.beat.position} of rank "
+                    f"{self.home.rank}; its own last beat was at {beat.position}; {ADVICE}"
+                )
+                self._claim(Blame(rank, sentence), FAILED)
         self._meet_neighbours()
         seen_all = self._observed
         if seen_all is not None and self.beat.count % seen_all.every == 0:
-            blame = seen_all.look(self.store, self.limits)
-            if blame is not None:
+            if blame := seen_all.look(self.store, self.limits):
                 self._claim(blame, FAILED)
             if self.home.rank == 0 and seen_all.beats:
                 self.pulse.slow_ranks.extend(self._slow.look(seen_all.beats, time.monotonic()))
@@ -420,10 +406,9 @@ class Watchdog:
 
     def _kill(self, rank: int) -> None:
         """Kill a neighbour: if it hangs it may ignore everything else, and a launcher gives it half a minute."""
-        for handle, neighbour in list(self._processes.items()):
-            if neighbour == rank:
-                with suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+        for handle in [handle for handle, neighbour in list(self._processes.items()) if neighbour == rank]:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
 
     def _meet_neighbours(self) -> None:
         """Open the processes of the neighbours, once all have sent a beat."""
@@ -493,19 +478,16 @@ class _Observed:
     def look(self, store: dist.Store, limits: Limits) -> Blame | None:
         """Read all beats in one request and judge. Before all ranks are there, only a missing one is blamed."""
         if not self.looked_s and not store.check(self.keys):
-            waited = time.monotonic() - self.met_s
-            return self._missing_rank(store, waited) if waited > max(UNHEARD_S, limits.silent_s) else None
+            waited_s = time.monotonic() - self.met_s
+            if waited_s <= max(UNHEARD_S, limits.silent_s):
+                return None
+            # No launcher may have been there to see it end.
+            missing = next((rank for rank, key in enumerate(self.keys) if not store.check([key])), None)
+            sentence = f"rank {missing} met the others {waited_s:.0f} s ago and was not heard of since; {ADVICE}"
+            return None if missing is None else Blame(missing, sentence)
         self.beats = [Beat.decode(text) for text in store.multi_get(self.keys)]
         self.note([beat.count for beat in self.beats], time.monotonic())
         return judge(self.beats, self.silent_s, limits)
-
-    def _missing_rank(self, store: dist.Store, waited_s: float) -> Blame | None:
-        """Blame a rank that met the others but sent no beat: no launcher may have been there to see it end."""
-        missing = next((rank for rank, key in enumerate(self.keys) if not store.check([key])), None)
-        if missing is None:
-            return None
-        sentence = f"rank {missing} met the others {waited_s:.0f} s ago and was not heard of since; {ADVICE}"
-        return Blame(missing, sentence)
 
     def note(self, counts: Sequence[int], now_s: float) -> None:
         """Update the silences. If this rank itself was stopped, the pause counts as two looks at most."""

@@ -267,9 +267,7 @@ class PassGraphs(FormGraphs[Capturable]):
             self.gradients[parameter] = part.view_as(parameter)
         self._buffers.append(buffer)
 
-    def _capture(
-        self, call: Capturable, work: Callable[[Capturable], None]
-    ) -> tuple[Capturable | None, Launch | None]:  # fmt: skip
+    def _capture(self, call: Capturable, work: Callable[[Capturable], None]) -> tuple[Capturable | None, Launch | None]:
         """Capture work. Return nothing if the device cannot: passes then run without graphs, and none is lost."""
         try:
             return FormGraphs._capture(self, call, work)

@@ -37,7 +37,6 @@ class FailureRecord:
     interruptions: float
     devices: int
     days: float
-    source: str
 
     @property
     def mtbf_device_hours(self) -> float:
@@ -45,19 +44,8 @@ class FailureRecord:
         return self.devices * self.days * 24 / self.interruptions
 
 
-LLAMA_3 = FailureRecord(
-    name="Llama 3 405B", interruptions=419, devices=16_384, days=54,
-    source="arXiv:2407.21783, section 3.3.4 and table 5: 419 unexpected interruptions in 54 days",
-)  # fmt: skip
-OPT = FailureRecord(
-    name="OPT-175B", interruptions=105, devices=992, days=60,
-    source="arXiv:2205.01068: 35 manual restarts and an estimated 70 automatic ones in two months (recalled)",
-)  # fmt: skip
-BLOOM = FailureRecord(
-    name="BLOOM 176B", interruptions=1.5, devices=384, days=7,
-    source="arXiv:2211.05100: one or two GPU failures a week on 384 GPUs (recalled)",
-)  # fmt: skip
-RECORDS = (LLAMA_3, OPT, BLOOM)
+LLAMA_3 = FailureRecord(name="Llama 3 405B", interruptions=419, devices=16_384, days=54)
+"""arXiv:2407.21783, section 3.3.4 and table 5: 419 unexpected interruptions in 54 days."""
 HARDWARE = 0.78
 """Share of interruptions after which a node is replaced: confirmed or suspected hardware (Llama 3, section 3.3.4)."""
 
@@ -103,21 +91,18 @@ def asked_conditions(
 
     `mtbf` and `repair` are hours, `restart` seconds, `storage` GB/s.
     """
-    for name, number, least, most in (
-        ("mtbf", mtbf, 1, 1e9), ("restart", restart, 0, 1e6), ("repair", repair, 0.01, 1e5),
-        ("storage", storage, 1e-3, 1e5), ("evaluation", evaluation, 0, 10), ("spares", spares, 0, MOST_NODES),
+    asked: dict[str, Any] = {}
+    for name, number, least, most, key, unit in (
+        ("mtbf", mtbf, 1, 1e9, "mtbf_device_hours", 1.0), ("restart", restart, 0, 1e6, "restart_s", 1.0),
+        ("repair", repair, 0.01, 1e5, "repair_s", HOUR_S), ("storage", storage, 1e-3, 1e5, "storage_bytes_per_s", 1e9),
+        ("evaluation", evaluation, 0, 10, "evaluation", 1.0), ("spares", spares, 0, MOST_NODES, "spares", 1),
     ):  # fmt: skip
-        if number is not None and not least <= number <= most:
+        if number is None:
+            continue
+        if not least <= number <= most:
             raise ArgumentError(name, number, f"must be at least {least:g} and at most {most:,.10g}")
-    plain = Conditions()
-    return Conditions(
-        mtbf_device_hours=plain.mtbf_device_hours if mtbf is None else float(mtbf),
-        restart_s=plain.restart_s if restart is None else float(restart),
-        repair_s=plain.repair_s if repair is None else repair * HOUR_S,
-        storage_bytes_per_s=plain.storage_bytes_per_s if storage is None else storage * 1e9,
-        evaluation=plain.evaluation if evaluation is None else float(evaluation),
-        spares=spares,
-    )
+        asked[key] = number * unit
+    return Conditions(**asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,31 +136,11 @@ MOST_SHARE = 8
 """Nodes per spare node, at least. One spare is always allowed."""
 
 
-def young(save_s: float, mtbf_s: float) -> float:
-    """Return the work between saves by Young: sqrt(2 delta M).
-
-    J. W. Young 1974, "A first order approximation to the optimum checkpoint interval", CACM 17 (9). Left out: failures
-    during saves and restarts, and more than one in an interval.
-    """
-    return sqrt(2 * save_s * mtbf_s)
-
-
-def daly(save_s: float, mtbf_s: float) -> float:
-    """Return the work between saves by Daly, of higher order. It does not depend on the restart.
-
-    J. T. Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22 (3), eq.
-    37.
-    """
-    if save_s >= 2 * mtbf_s:
-        return mtbf_s
-    part = sqrt(save_s / (2 * mtbf_s))
-    return young(save_s, mtbf_s) * (1 + part / 3 + part * part / 9) - save_s
-
-
 def expected_wall_s(work_s: float, interval_s: float, save_s: float, restart_s: float, mtbf_s: float) -> float:
     """Return the mean time from start to end of a run of `work_s`: M e^(R/M) (e^((tau + delta)/M) - 1) T/tau.
 
-    Daly 2006, eq. 20. Exact for a Poisson process, whole intervals, and a save at the end of each.
+    J. T. Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22 (3), eq.
+    20. Exact for a Poisson process, whole intervals, and a save at the end of each.
     """
     segments = work_s / interval_s
     try:
@@ -187,8 +152,8 @@ def expected_wall_s(work_s: float, interval_s: float, save_s: float, restart_s: 
 def exact_interval(save_s: float, mtbf_s: float) -> float:
     """Return the work between saves that makes `expected_wall_s` least, whatever the restart takes.
 
-    Its derivative is zero where 1 - x = e^(-x - delta/M), x = tau/M. Newton's method descends to it from Young's
-    interval, which is longer.
+    Its derivative is zero where 1 - x = e^(-x - delta/M), x = tau/M. Newton's method descends to it from a longer one,
+    sqrt(2 delta M) (J. W. Young 1974, "A first order approximation to the optimum checkpoint interval", CACM 17 (9)).
     """
     share = save_s / mtbf_s
     x = sqrt(2 * share)
@@ -237,18 +202,14 @@ class RunTiming:
     spares: int
 
     @property
-    def lost_nodes(self) -> float:
-        """Mean number of nodes under repair."""
-        return self.hardware * self.repair_s / self.mtbf_s
-
-    @property
     def waiting(self) -> float:
         """Share of the time in which a node is missing: more are under repair than there are spares.
 
         Nodes fail while all run, and are repaired side by side: Erlang's loss formula with spares + 1 places (A. K.
         Erlang 1917).
         """
-        return erlang_b(self.spares + 1, self.lost_nodes)
+        mean_lost_nodes = self.hardware * self.repair_s / self.mtbf_s
+        return erlang_b(self.spares + 1, mean_lost_nodes)
 
     @property
     def running_s(self) -> float:
@@ -277,7 +238,7 @@ class RunTiming:
     def parts_s(self) -> dict[str, float]:
         """Mean time of each part. They sum to `wall_s`."""
         # A restart begins anew when a failure interrupts it, so it takes longer than `restart_s` on average.
-        ended = self.running_s / self.mtbf_s * exp(-self.restart_s / self.mtbf_s)
+        ended = self.failures * exp(-self.restart_s / self.mtbf_s)
         saves_s = self.save_s * self.work_s / self.interval_s
         return {
             "steps": self.steps_s,
@@ -339,29 +300,25 @@ def time_run(
     """
     work_s = steps_s * (1 + conditions.evaluation)
     mtbf_s = conditions.mtbf_device_hours * HOUR_S / devices
-    restart_s = conditions.restart_s + saves.write_s
-    interval_s = best_interval(saves.stall_s, mtbf_s, saves.write_s, step_s, work_s)
-
-    def with_spares(spares: int) -> RunTiming:
-        return RunTiming(
-            work_s=work_s,
-            steps_s=steps_s,
-            start_s=conditions.restart_s,
-            interval_s=interval_s,
-            save_s=saves.stall_s,
-            write_s=saves.write_s,
-            restart_s=restart_s,
-            mtbf_s=mtbf_s,
-            hardware=conditions.hardware,
-            repair_s=conditions.repair_s,
-            nodes=nodes,
-            spares=spares,
-        )
-
+    timing = RunTiming(
+        work_s=work_s,
+        steps_s=steps_s,
+        start_s=conditions.restart_s,
+        interval_s=best_interval(saves.stall_s, mtbf_s, saves.write_s, step_s, work_s),
+        save_s=saves.stall_s,
+        write_s=saves.write_s,
+        restart_s=conditions.restart_s + saves.write_s,
+        mtbf_s=mtbf_s,
+        hardware=conditions.hardware,
+        repair_s=conditions.repair_s,
+        nodes=nodes,
+        spares=conditions.spares or 0,
+    )
     if conditions.spares is not None:
-        return with_spares(conditions.spares)
+        return timing
     most = min(MOST_SPARES, max(1, nodes // MOST_SHARE))
-    return min(map(with_spares, range(most + 1)), key=lambda timing: timing.wall_s * (nodes + timing.spares))
+    choices = (replace(timing, spares=spares) for spares in range(most + 1))
+    return min(choices, key=lambda choice: choice.wall_s * (nodes + choice.spares))
 
 
 RUNS = 200
@@ -382,11 +339,6 @@ class SimulatedRuns:
     """Mean number of failures."""
     steps_s: float
 
-    @property
-    def mean_s(self) -> float:
-        """Mean time."""
-        return fmean(self.wall_s)
-
     def quantile_s(self, share: float) -> float:
         """Return the time that this share of the runs does not exceed."""
         return self.wall_s[min(len(self.wall_s) - 1, floor(share * len(self.wall_s)))]
@@ -394,11 +346,7 @@ class SimulatedRuns:
     @property
     def goodput(self) -> float:
         """Share of the mean time in which lasting steps are done."""
-        return self.steps_s / self.mean_s
-
-    def within(self, limit_s: float, factor: float = 1.0) -> float:
-        """Return the share of the runs that end in time, if each took `factor` times as long."""
-        return sum(wall_s * factor <= limit_s for wall_s in self.wall_s) / len(self.wall_s)
+        return self.steps_s / fmean(self.wall_s)
 
 
 def simulate(timing: RunTiming, *, seed: int = 0, runs: int = 0) -> SimulatedRuns:
@@ -422,11 +370,16 @@ class _Run:
 
     def play(self) -> tuple[float, int]:
         while self.failures < ENDLESS:
-            needed_s, until_s = self._needed(), self.random.expovariate(1 / self.timing.mtbf_s)
+            left_s = max(0.0, self.timing.work_s - self.done)
+            # Each interval ends with a save.
+            needed_s = left_s + self.timing.save_s * left_s / self.timing.interval_s
+            until_s = self.random.expovariate(1 / self.timing.mtbf_s)
             if until_s >= needed_s:
                 return self.now + needed_s, self.failures
             self.now += until_s
-            self.done += self._committed(until_s)
+            # A checkpoint whose write has not ended at the failure does not count.
+            saved = (until_s - self.timing.write_s) / (self.timing.interval_s + self.timing.save_s)
+            self.done += max(0, floor(saved)) * self.timing.interval_s
             self._fail()
             # A failure during a restart begins it anew.
             while (until_s := self.random.expovariate(1 / self.timing.mtbf_s)) < self.timing.restart_s:
@@ -434,17 +387,6 @@ class _Run:
                 self._fail()
             self.now += self.timing.restart_s
         return float("inf"), self.failures
-
-    def _needed(self) -> float:
-        """Return the time until the end without failures. Each interval ends with a save."""
-        left_s = max(0.0, self.timing.work_s - self.done)
-        return left_s + self.timing.save_s * left_s / self.timing.interval_s
-
-    def _committed(self, running_s: float) -> float:
-        """Return the work that a checkpoint holds after `running_s`."""
-        length = self.timing.interval_s + self.timing.save_s
-        # A checkpoint whose write has not ended at the failure does not count.
-        return max(0, floor((running_s - self.timing.write_s) / length)) * self.timing.interval_s
 
     def _fail(self) -> None:
         """Handle one failure: a spare takes over, or the first node that is repaired."""

@@ -134,9 +134,7 @@ class Executions:
         return f"{way.name}: {step_time(way.time.total_s)} per step{start}{memory}"
 
 
-def executions(
-    plan: Plan, measure: Measure, room_bytes: float, share: float, run_steps: int = 0
-) -> Executions:  # fmt: skip
+def executions(plan: Plan, measure: Measure, room_bytes: float, share: float, run_steps: int = 0) -> Executions:
     """Return the executions that a plan for a GPU leaves open, and the best of them.
 
     Args:
@@ -197,8 +195,7 @@ def _is_left_out(plan: Plan, layout: Layout) -> bool:
     """
     if plan.layout.cuda_graphs == "auto":
         return any(explain_auto_off(plan.model, plan.recipe, layout))
-    return plan.layout.compile == "auto" and layout.compile == "on" and any(
-        hindrances(plan.model, plan.recipe, layout))  # fmt: skip
+    return plan.layout.compile == "auto" and layout.compile == "on" and any(hindrances(plan.model, plan.recipe, layout))
 
 
 def _compiled_kinds(plan: Plan) -> int:

@@ -71,11 +71,9 @@ class BeamSearch:
         best = scores.topk(min(most, len(scores)))
         cells = [divmod(cell, logs.shape[1]) for cell in best.indices.tolist()]
         grown = [
-            BeamCandidate(
-                (*self.alive[row].ids, token), (*self.alive[row].logprobs, float(logs[row, token])), total
-            )
+            BeamCandidate((*self.alive[row].ids, token), (*self.alive[row].logprobs, float(logs[row, token])), total)
             for (row, token), total in zip(cells, best.values.tolist(), strict=True)
-        ]  # fmt: skip
+        ]
         return [row for row, _ in cells], grown
 
     def _add_ended(self, ended: Sequence[BeamCandidate]) -> None:

@@ -149,9 +149,7 @@ class EngineOptions:
             tokens = step_tokens(processors(device.index), hidden, sequences)
         cache_bytes = self.cache_bytes or (CPU_CACHE_BYTES if cpu else 0)
         ahead = not cpu if self.run_ahead is None else self.run_ahead
-        return replace(
-            self, most_sequences=sequences, most_tokens=tokens, cache_bytes=cache_bytes, run_ahead=ahead
-        )  # fmt: skip
+        return replace(self, most_sequences=sequences, most_tokens=tokens, cache_bytes=cache_bytes, run_ahead=ahead)
 
     def beside_answers(self, device: "torch.device") -> int:
         """Return `prompt_tokens` on a device."""

@@ -110,9 +110,7 @@ class ServingEngine:
         self.cache = runners[0].cache
         widest = [runner.cache.widest for runner in runners]
         host = HostTier(started.slots) if started.slots else None
-        self.tables = BlockTables(
-            BlockPool(started.blocks, host), options.block, max(widest) if all(widest) else 0
-        )  # fmt: skip
+        self.tables = BlockTables(BlockPool(started.blocks, host), options.block, max(widest) if all(widest) else 0)
         self.scheduler = Scheduler(
             self.tables, most_tokens=options.most_tokens, most_sequences=options.most_sequences,
             prompt_tokens=options.beside_answers(device),

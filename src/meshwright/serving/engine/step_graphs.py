@@ -212,7 +212,5 @@ def step_graphs(
                 "cuda_graphs", "on", "cannot be", f"{reason}; take {argument('cuda_graphs', 'auto')} or off"
             )
         return None, f"off ({reason})"
-    graphs = StepGraphs(
-        model, cache, CudaCapture(cache.device), rows=rows, sequences=sequences, longest=longest
-    )  # fmt: skip
+    graphs = StepGraphs(model, cache, CudaCapture(cache.device), rows=rows, sequences=sequences, longest=longest)
     return graphs, f"on, captured at the start (rows: {', '.join(map(str, graphs.rows))})"

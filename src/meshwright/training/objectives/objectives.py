@@ -155,9 +155,7 @@ def write_answers(batch: Batch, answer_gaps: Sequence[Gap], answers: Sequence[Se
         tokens[gap.row, gap.last + 1 : gap.last + len(new)] = new[:-1]
     valid = tuple((targets >= 0).sum(1).tolist())
     device = batch.tokens.device
-    return replace(
-        batch, tokens=tokens.to(device), targets=targets.to(device), valid=sum(valid), valid_of_rows=valid
-    )  # fmt: skip
+    return replace(batch, tokens=tokens.to(device), targets=targets.to(device), valid=sum(valid), valid_of_rows=valid)
 
 
 def _random_number(*seeds: int) -> int:

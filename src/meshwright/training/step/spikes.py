@@ -10,10 +10,9 @@ noise is one, and a loss that falls makes the deviation larger. All ranks know t
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 from meshwright.spec.errors import NonFiniteLoss
 from meshwright.spec.recipe.recipe import SPIKE_STEPS
@@ -38,7 +37,7 @@ class Spike:
 
 @dataclass(slots=True)
 class SpikeWatch:
-    """Losses of earlier steps, and the row of high ones under way."""
+    """Losses of earlier steps, and the row of high ones under way. Its fields are in checkpoints."""
 
     losses: list[float] = field(default_factory=list)
     row: int = 0
@@ -73,7 +72,3 @@ class SpikeWatch:
     def accept(self) -> None:
         """Take the loss as it is: later steps are compared with those from now on."""
         self.losses, self.row = [], 0
-
-    def values(self) -> Mapping[str, Any]:
-        """Return the state for a checkpoint."""
-        return asdict(self)

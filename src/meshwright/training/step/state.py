@@ -13,7 +13,7 @@ small batches, the step is the big one. Both terms are averaged over measurement
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
@@ -197,7 +197,7 @@ class TrainState:
             **({"adapter_scale": lora.scale} if (lora := self.engine.model.shape.lora) else {}),
             "noise": [noise.variance, noise.signal, noise.weight],
             "skipping": self.skipper.values(),
-            **({"spikes": self.spikes.values()} if recipe.rollback_spikes else {}),
+            **({"spikes": asdict(self.spikes)} if recipe.rollback_spikes else {}),
             "random": rng_state()[1],
         }
 

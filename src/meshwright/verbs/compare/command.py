@@ -45,7 +45,7 @@ def compare(
         )
         return
     refuse_load(load)
-    from meshwright.interface.terminal.screen_text import console, print_json, show
+    from meshwright.interface.terminal.screen_text import console, print_answer
     from meshwright.verbs.compare.answer import compare as compare_columns
     from meshwright.verbs.compare.screen import answer as in_words
 
@@ -53,15 +53,12 @@ def compare(
         answer = compare_columns(
             run, tolerance=tolerance, dry_run=dryrun, cluster=cluster, told=lambda line: print(line, file=sys.stderr)
         )
-    if json:
-        print_json(answer.to_dict())
-    else:
-        show(in_words(answer.comparison, str(run), every=every, goodput=answer.goodput))
+    print_answer(answer, in_words(answer.comparison, str(run), every=every, goodput=answer.goodput), json=json)
     answer.check()
 
 
 def _compare_serving(run: Path, cluster: str | None, load: Mapping[str, int], tolerance: float, *, json: bool) -> None:
-    from meshwright.interface.terminal.screen_text import console, print_json, show
+    from meshwright.interface.terminal.screen_text import console, print_answer
     from meshwright.verbs.compare.answer import compare_serving
     from meshwright.verbs.compare.screen import served_load
 
@@ -74,8 +71,5 @@ def _compare_serving(run: Path, cluster: str | None, load: Mapping[str, int], to
         )
     with console(json=True).status("compare"):
         answer = compare_serving(run, cluster=cluster, tolerance=tolerance, **load)
-    if json:
-        print_json(answer.to_dict())
-    else:
-        show(served_load(answer))
+    print_answer(answer, served_load(answer), json=json)
     answer.check()

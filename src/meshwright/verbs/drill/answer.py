@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Thread
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from meshwright.interface.answers.answer import Answer, checked
 from meshwright.interface.answers.markup import table
@@ -22,9 +22,7 @@ from meshwright.store.durable import refuse_taken, refuse_unwritable
 from meshwright.store.run_folder import MetricsLog
 from meshwright.training.step.watch import read_goodput
 from meshwright.verbs.drill.faults import FAULTS, Fault
-
-if TYPE_CHECKING:
-    from meshwright.verbs.drill.object_store import Weather
+from meshwright.verbs.drill.object_store import BUCKET, Weather, serve, settings
 
 STEPS, EVERY, FAULT_STEP = 60, 4, 10
 """Steps of each run, steps between two checkpoints, and the step of the fault."""
@@ -79,8 +77,7 @@ class Drill(Answer):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document of --json."""
-        return {"kind": "drill", "ranks": self.ranks, "folder": self.folder, "outcomes": self.rows(),
-                "skipped": self.skipped}  # fmt: skip
+        return {"kind": "drill", **asdict(self)}
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per fault."""
@@ -140,23 +137,23 @@ def drill(
     folder.mkdir(parents=True, exist_ok=True)
     drill_runs = _Runs(folder, _words(words, folder, steps), start, steps)
     wanted = [fault for fault in FAULTS if not only or fault.name in only]
-    skipped = ""
+    skipped: list[str] = []
     if steps < STEPS and any(fault.name == "slow" for fault in wanted):
-        skipped = f"slow: needs {argument('steps', STEPS)}"
+        skipped.append(f"slow: needs {argument('steps', STEPS)}")
         wanted = [fault for fault in wanted if fault.name != "slow"]
     with ExitStack() as stack:
         if any(fault.weather for fault in wanted):
             try:
-                drill_runs.open_store(stack)
+                address, drill_runs.weather = stack.enter_context(serve())
+                drill_runs.store_settings = settings(address)
             except PlanError as error:
                 if only:
                     raise
-                stored = f"{', '.join(fault.name for fault in wanted if fault.weather)}: {error}"
-                skipped = f"{skipped}; {stored}" if skipped else stored
+                skipped.append(f"{', '.join(fault.name for fault in wanted if fault.weather)}: {error}")
                 wanted = [fault for fault in wanted if not fault.weather]
         drill_runs.measure()
         outcomes = tuple(drill_runs.disturb(fault) for fault in wanted)
-    return Drill(ranks=drill_runs.ranks, folder=str(folder), outcomes=outcomes, skipped=skipped)
+    return Drill(ranks=drill_runs.ranks, folder=str(folder), outcomes=outcomes, skipped="; ".join(skipped))
 
 
 def _words(words: Sequence[str], folder: Path, steps: int) -> list[str]:
@@ -190,13 +187,6 @@ class _Runs:
         self.store_settings: dict[str, str] = {}
         self.weather: Weather | None = None
         self.hang_s, self.undisturbed_s, self.losses = HANG_S, 0.0, dict[int, float]()
-
-    def open_store(self, stack: ExitStack) -> None:
-        """Start an object store for the faults that have one. Raises PlanError when its library is missing."""
-        from meshwright.verbs.drill.object_store import serve, settings
-
-        address, self.weather = stack.enter_context(serve())
-        self.store_settings = settings(address)
 
     def measure(self) -> None:
         """Train without a fault, for the losses and the time of a step. Raises RunError when that fails."""
@@ -251,7 +241,7 @@ class _Runs:
         environment = dict(os.environ)
         if fault is not None and fault.weather:
             environment |= self.store_settings
-            words += [f"store.url=s3://bucket/{name}", "store.keep_last=3"]
+            words += [f"store.url=s3://{BUCKET}/{name}", "store.keep_last=3"]
         process = subprocess.Popen(
             [*self.launcher, *disturbed, *words], env=environment, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,

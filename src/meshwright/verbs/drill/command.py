@@ -32,14 +32,11 @@ def drill(
     dies; the store fails. Each run must go on by itself. Without a plan a small one trains on two ranks here. Exits
     with 4 when a fault is not survived.
     """
-    from meshwright.interface.terminal.screen_text import print_json, show, width, wrapped
+    from meshwright.interface.terminal.screen_text import print_answer, width, wrapped
     from meshwright.verbs.drill.answer import drill as run_drill
 
     names = [name for name in only.split(",") if name]
     answer = run_drill(*(words or ()), only=names, out=out, start=start, steps=steps)
-    if json:
-        print_json(answer.to_dict())
-    else:
-        show(line for text in answer.lines() for line in wrapped(text, width()))
+    print_answer(answer, (line for text in answer.lines() for line in wrapped(text, width())), json=json)
     if answer.problems:
         raise typer.Exit(4)

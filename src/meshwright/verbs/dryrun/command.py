@@ -48,7 +48,7 @@ def dryrun(
     It makes two optimizer steps, an evaluation and a checkpoint's reading, for one rank of each pipeline stage. Exit
     code 3 where it does not fit.
     """
-    from meshwright.interface.terminal.screen_text import console, print_json
+    from meshwright.interface.terminal.screen_text import console, folded, print_answer
     from meshwright.verbs.dryrun.answer import dry_run, read_plan
 
     if check:
@@ -61,12 +61,7 @@ def dryrun(
             *(words or ()), ranks=rank or (), device=device, load=load, whole=whole,
             told=lambda done, number: status.update(f"dry run: {done} of {number} ranks"),
         )  # fmt: skip
-    from meshwright.interface.terminal.screen_text import folded, show
-
-    if json:
-        print_json(answer.to_dict())
-    else:
-        show(folded(lines(answer.simulation, answer.room)))
+    print_answer(answer, folded(lines(answer.simulation, answer.room)), json=json)
     answer.check()
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.interface.options import Checkpoint, ModelPath, named_adapters
-from meshwright.interface.terminal.screen_text import coloured, plus_minus, show, width, wrapped
+from meshwright.interface.terminal.screen_text import coloured, plus_minus, width, wrapped
 
 if TYPE_CHECKING:
     from meshwright.verbs.eval.answer import EvaluationAnswer
@@ -50,7 +50,7 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
 ) -> None:
     """Score a model on held-out text or tasks. With --against, say what changed, and whether beyond noise."""
-    from meshwright.interface.terminal.screen_text import print_json
+    from meshwright.interface.terminal.screen_text import print_answer
     from meshwright.verbs.eval.request import check_request
 
     adapters = named_adapters(adapter, "")
@@ -70,10 +70,7 @@ def evaluate(
             dtype=dtype, sequences=sequences, limit=limit,
             shots=shots, chat=chat, checkpoint=checkpoint, progress=progress,
         )  # fmt: skip
-    if json:
-        print_json(answer.to_dict())
-    else:
-        show(_lines(answer))
+    print_answer(answer, _lines(answer), json=json)
 
 
 def _held_out(model: Path, data: str | None, dtype: str | None, sequences: int, checkpoint: str, *, json: bool) -> None:

@@ -43,9 +43,7 @@ def explore(
 
     check_page(out, "explorer.html")
     with explain_wait(COUNTING):
-        answer = explored(
-            model, cluster=cluster, nodes=nodes, recipe=recipe, stack=stack, price=price, beside=beside
-        )  # fmt: skip
+        answer = explored(model, cluster=cluster, nodes=nodes, recipe=recipe, stack=stack, price=price, beside=beside)
         answer.write(out)
     if json:
         print_json({**answer.to_dict(), "page": str(out)})

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from meshwright import planfile
@@ -38,25 +39,12 @@ STARTS = {
 """Value of --to -> command that starts the job, in its folder. The last word is its file."""
 LEAST_GRACE_S, MOST_GRACE_S = 120, 65_535
 """Slurm sends a signal up to 60 s early, and takes no longer time than this."""
+BLOCK = "    "
+"""Indent of a file's text in jobset.yaml."""
 MOUNT, FILES = "/meshwright", "/launch"
 """Folders on a node that is a container or rented: a volume that all nodes share, and plan.yaml with launch.sh."""
 LOCAL = "/var/tmp/meshwright"
 """Folder on the disk of a rented node, for a run whose checkpoints meet in an object store."""
-CLAIM = """\
-apiVersion: v1
-kind: PersistentVolumeClaim
-metadata: {{name: {name}-run}}
-spec:
-  # The files of one checkpoint lie together, whichever node writes them.
-  accessModes: [{access}]
-  resources: {{requests: {{storage: {storage}Gi}}}}
----
-"""
-SHARED_VOLUME = """\
-# A volume that all nodes share and that outlives them: `sky volumes apply`. The run is on it.
-volumes:
-  {mount}: VOLUME
-"""
 SKY_NAMES = (
     (r"(A100)-\w+-80", r"\1-80GB"), (r"(V100)-\w+-32", r"\1-32GB"), (r"RTX-(A?\d+)", r"RTX\1"),
     (r"RTX-6000-Ada", "RTX6000-Ada"), (r"(G?[ABHV]\d+)-.*", r"\1"),
@@ -103,17 +91,18 @@ class Job:
             words |= {
                 "resources": "".join(self._sky_resources()),
                 "setup": "" if self.image else f"setup: pip install {package}\n",
-                "volume": "" if url else SHARED_VOLUME.format(mount=mount),
+                "volume": "" if url else _fill("volume.yaml", words),
                 "yours": "" if url else "\n# Yours to set: VOLUME.",
             }
             return {"launch.sh": self._node_script(), "skypilot.yaml": _fill("skypilot.yaml", words)}
         vendor = "amd.com" if cluster.device.name.startswith(("MI", "AMD")) else "nvidia.com"
         limits = f"{{limits: {{{vendor}/gpu: {cluster.devices_per_node}}}}}" if cluster.device.is_gpu else "{}"
-        access = "ReadWriteMany" if cluster.nodes > 1 else "ReadWriteOnce"
-        claim = CLAIM.format(name=self.name, access=access, storage=self.storage_gib)
+        words |= {"access": "ReadWriteMany" if cluster.nodes > 1 else "ReadWriteOnce", "storage": f"{self.storage_gib}"}
         words |= {
-            "plan": _block(planfile.content(self.plan, Path(FILES))), "node": _block(self._node_script()),
-            "claim": "" if url else claim, "resources": limits, "yours": "" if self.image else " Yours to set: IMAGE.",
+            "plan": indent(planfile.content(self.plan, Path(FILES)).rstrip(), BLOCK),
+            "node": indent(self._node_script().rstrip(), BLOCK),
+            "claim": "" if url else _fill("claim.yaml", words), "resources": limits,
+            "yours": "" if self.image else " Yours to set: IMAGE.",
             "volume": "emptyDir: {}" if url else f"persistentVolumeClaim: {{claimName: {self.name}-run}}",
         }  # fmt: skip
         return {"jobset.yaml": _fill("jobset.yaml", words)}
@@ -136,12 +125,9 @@ class Job:
             "PYTHONUNBUFFERED=1": "Lines reach the log as they are written, also just before a kill.",
             f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={self.grace_s}": "torchrun kills its workers 30 s after SIGTERM, which "
             "may be too soon for a step and a save.",
-            **(
-                {"NCCL_DEBUG=WARN": "NCCL names the cause of an error. Else it is `unhandled system error`."}
-                if is_gpu
-                else {}
-            ),
         }
+        if is_gpu:
+            reasons["NCCL_DEBUG=WARN"] = "NCCL names the cause of an error. Else it is `unhandled system error`."
         for word, reason in reasons.items():
             name, _, setting = word.partition("=")
             yield f'# {reason}\nexport {name}="${{{name}:-{setting}}}"'
@@ -164,11 +150,6 @@ def _fill(name: str, words: Mapping[str, str]) -> str:
     """Return a text of job_files with the words of a plan."""
     text = (files(__package__) / "job_files" / name).read_text(encoding="utf-8")
     return re.sub(r"@(\w+)@", lambda match: words[match[1]], text)
-
-
-def _block(text: str) -> str:
-    """Indent a text as a block of YAML."""
-    return "\n".join(f"    {line}".rstrip() for line in text.rstrip().splitlines())
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -36,11 +36,8 @@ def launch(
 
     Nodes and devices are those of the plan: cluster=h100x8 cluster.nodes=4. Nothing is started.
     """
-    from meshwright.interface.terminal.screen_text import print_json, show, width, wrapped
+    from meshwright.interface.terminal.screen_text import print_answer, width, wrapped
     from meshwright.verbs.launch.answer import launch as write
 
     answer = write(*(words or ()), to=to, out=out, grace=grace, image=image)
-    if json:
-        print_json(answer.to_dict())
-        return
-    show(line for text in answer.sentences() for line in wrapped(text, width()))
+    print_answer(answer, (line for text in answer.sentences() for line in wrapped(text, width())), json=json)

@@ -255,7 +255,7 @@ def plan(
 def _show_sweep(html: Path | None, json: bool, **arguments: Any) -> None:
     """Print a sweep, and write its page."""
     from meshwright.interface.answers.answer import check_page, write_page
-    from meshwright.interface.terminal.screen_text import print_json, show
+    from meshwright.interface.terminal.screen_text import print_answer
     from meshwright.verbs.commands import option_writer
     from meshwright.verbs.plan.sweep import plan_sweep
 
@@ -264,11 +264,8 @@ def _show_sweep(html: Path | None, json: bool, **arguments: Any) -> None:
     answer = plan_sweep(**arguments)
     if html is not None:
         write_page(html, answer.page())
-    if json:
-        print_json(answer.to_dict())
-        return
-    show(answer.lines(option_writer(["plan"])))
-    if html is not None:
+    print_answer(answer, answer.lines(option_writer(["plan"])), json=json)
+    if html is not None and not json:
         print(f"  Written to {html}")
 
 

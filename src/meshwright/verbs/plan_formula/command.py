@@ -10,7 +10,7 @@ def print_formula(
     *, others: Mapping[str, object], json: bool,
 ) -> None:  # fmt: skip
     """Print memory on paper. `others`: options that it does not read, which are refused."""
-    from meshwright.interface.terminal.screen_text import print_json, show
+    from meshwright.interface.terminal.screen_text import print_answer
     from meshwright.verbs.plan_formula.answer import plan_formula
     from meshwright.verbs.plan_formula.screen import formula_lines
 
@@ -20,7 +20,4 @@ def print_formula(
             unread, rule=f"is for plans of a layout, and {with_it} counts one device", remedy="leave one out"
         )
     answer = plan_formula(model, cluster=cluster, layout=layout, recipe=recipe)
-    if json:
-        print_json(answer.to_dict())
-    else:
-        show(formula_lines(answer))
+    print_answer(answer, formula_lines(answer), json=json)

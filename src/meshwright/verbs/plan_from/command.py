@@ -8,16 +8,13 @@ if TYPE_CHECKING:
 
 def print_config(answer: "ConfigAnswer", *, details: bool, json: bool) -> None:
     """Print the answer to --from. Raises DoesNotFit, with its exit code, for a configuration that does not fit."""
-    from meshwright.interface.terminal.screen_text import print_json, show
+    from meshwright.interface.terminal.screen_text import print_answer
     from meshwright.planner.step.prediction import usable_bytes
     from meshwright.spec.errors import DoesNotFit
     from meshwright.spec.units import short_gib
     from meshwright.verbs.plan_from.screen import config_lines
 
-    if json:
-        print_json(answer.to_dict())
-    else:
-        show(config_lines(answer, details=details))
+    print_answer(answer, config_lines(answer, details=details), json=json)
     if not answer.fits:
         peak, room = answer.prediction.peak_bytes, usable_bytes(answer.plan)
         bounds = answer.config.bounds

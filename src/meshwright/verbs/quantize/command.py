@@ -90,7 +90,7 @@ def quantize(
     Exit code 4 where the predictions moved further than --max-kl; the folder is written all the same.
     """
     from meshwright.interface.answers.answer import check_page, write_page
-    from meshwright.interface.terminal.screen_text import console, print_json, show
+    from meshwright.interface.terminal.screen_text import console, print_answer
     from meshwright.verbs.quantize.options import check_request
     from meshwright.verbs.quantize.screen import lines
 
@@ -116,10 +116,7 @@ def quantize(
             max_kl=max_kl, dtype=dtype, checkpoint=checkpoint, quality=quality, histograms=html is not None,
             on_block=on_block,
         )  # fmt: skip
-    if json:
-        print_json(answer.to_dict())
-    else:
-        show(lines(answer))
+    print_answer(answer, lines(answer), json=json)
     if html is not None:  # after the answer is printed: a full disk must not lose it
         write_page(html, answer.page())
         if not json:

@@ -40,10 +40,10 @@ class ListedRuns(Answer):
     """Checkpoints of all runs below a place."""
 
     where: str
+    verified: bool
     checkpoints: tuple[ListedCheckpoint, ...]
     removed: tuple[str, ...]
     """Paths or URLs of what was pruned."""
-    verified: bool
 
     @property
     def problems(self) -> int:
@@ -52,8 +52,7 @@ class ListedRuns(Answer):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document of --json."""
-        return {"kind": "runs", "where": self.where, "verified": self.verified, "checkpoints": self.rows(),
-                "removed": list(self.removed)}  # fmt: skip
+        return {"kind": "runs", **asdict(self)}
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per checkpoint."""

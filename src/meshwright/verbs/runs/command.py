@@ -24,13 +24,10 @@ def runs(
 
     Exits with 4 when a checkpoint is incomplete or damaged.
     """
-    from meshwright.interface.terminal.screen_text import print_json, show
+    from meshwright.interface.terminal.screen_text import print_answer
     from meshwright.verbs.runs.answer import runs as list_runs
 
     answer = list_runs(where, verify=verify, prune=prune)
-    if json:
-        print_json(answer.to_dict())
-    else:
-        show(answer.lines())
+    print_answer(answer, answer.lines(), json=json)
     if answer.problems:
         raise typer.Exit(4)

@@ -334,9 +334,7 @@ def _speculation(tokens: int | None, ngram: int | None, draft: Path | None) -> "
     from meshwright.serving.engine.speculation import Speculation
 
     plain = Speculation()
-    return Speculation(
-        tokens=plain.tokens if tokens is None else tokens, ngram=plain.ngram if ngram is None else ngram
-    )  # fmt: skip
+    return Speculation(tokens=plain.tokens if tokens is None else tokens, ngram=plain.ngram if ngram is None else ngram)
 
 
 def _environment_key() -> tuple[str, ...]:

@@ -196,9 +196,7 @@ def _allocate_part(mesh: Mesh) -> Allocate:
 
     def allocate(shape: ModelShape, dtype: torch.dtype) -> tuple[Transformer, Put]:
         device = pick_device()
-        engine = build_engine(
-            shape, mesh.layout, mesh=mesh, device=device, dtype=dtype, initialize=False, trains=False
-        )  # fmt: skip
+        engine = build_engine(shape, mesh.layout, mesh=mesh, device=device, dtype=dtype, initialize=False, trains=False)
         parameters, boxes = engine.model.state_dict(), engine.boxes
 
         def put(name: str, tensor: Tensor) -> None:

@@ -5,7 +5,7 @@ same rules, so ranks need no exchange before they know how many of them train. B
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.interface.planning.plan_reading import read_plan
@@ -107,18 +107,13 @@ def _nearest(plan: Plan, nodes: NodeRange, present: int, per_node: int) -> tuple
 
     Other data parallelism goes before other degrees, which a user chose for their memory, and then more nodes go first.
     """
-    axes = ("cp", "tp", "pp")
+    axes, size = ("cp", "tp", "pp"), plan.layout.micro_batch
+    # Smaller micro-batches cut the share of more ranks evenly.
+    sizes = [size, *reversed(divisors(max(1, size))[:-1])]
     for is_kept in (True, False):
         for used in range(present, nodes.least - 1, -1):
-            for smaller in _smaller_micro_batches(plan):
+            for smaller in (replace(plan, layout=replace(plan.layout, micro_batch=size)) for size in sizes):
                 for layout in nearest_layouts(smaller, used * per_node):
                     if not is_kept or all(getattr(layout, axis) == getattr(plan.layout, axis) for axis in axes):
                         return replace(plan, layout=layout), used, ""
     return None
-
-
-def _smaller_micro_batches(plan: Plan) -> Iterator[Plan]:
-    """Yield the plan, then the same with smaller micro-batches, which cut the share of more ranks evenly."""
-    yield plan
-    for size in reversed(divisors(max(1, plan.layout.micro_batch))[:-1]):
-        yield replace(plan, layout=replace(plan.layout, micro_batch=size))

@@ -40,9 +40,7 @@ def adapter_words(number: int, tensors: Mapping[str, Tensor], lora: LoRAShape, s
 class AdapterRoom:
     """Memory for this rank's part of an adapter, allocated before any tensor is sent."""
 
-    def __init__(
-        self, words: Sequence[int], shape: ModelShape, layout: Layout, rank: int, dtype: torch.dtype
-    ) -> None:  # fmt: skip
+    def __init__(self, words: Sequence[int], shape: ModelShape, layout: Layout, rank: int, dtype: torch.dtype) -> None:
         """Allocate the memory. `words`: see adapter_words."""
         self.number, width, *indices = words
         known = possible_parts(shape, width)
@@ -160,9 +158,7 @@ class ServingRanks:
         """
         with self.together():
             # Memory comes first, on all ranks: one that failed in the middle would leave the others waiting.
-            room = self._on_all(
-                lambda: AdapterRoom(words, self._shape, self._layout, self._group.index, self._dtype)
-            )  # fmt: skip
+            room = self._on_all(lambda: AdapterRoom(words, self._shape, self._layout, self._group.index, self._dtype))
             if room is None:
                 return False
             tensors_here = room.receive(tensors, self._group)

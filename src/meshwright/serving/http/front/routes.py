@@ -174,9 +174,7 @@ class Endpoint:
 class Call:
     """Request to an endpoint."""
 
-    def __init__(
-        self, service: Service, request: Request, send: Send, tenant: Tenant, record: RequestRecord
-    ) -> None:  # fmt: skip
+    def __init__(self, service: Service, request: Request, send: Send, tenant: Tenant, record: RequestRecord) -> None:
         self.service, self.request, self.send, self.tenant, self.record = service, request, send, tenant, record
 
     async def body(self) -> Any:

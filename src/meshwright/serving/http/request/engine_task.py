@@ -184,9 +184,7 @@ def build_tasks(
     ]
 
 
-def _max_answer_tokens(
-    fields: AnswerFields, prompt: int, card: ModelCard, limits: ServerLimits, prompts: int
-) -> int:  # fmt: skip
+def _max_answer_tokens(fields: AnswerFields, prompt: int, card: ModelCard, limits: ServerLimits, prompts: int) -> int:
     """Return the most tokens of an answer: as requested, or as many as fit. Raises ApiError if too few fit."""
     longest = card.longest
     if not prompt:

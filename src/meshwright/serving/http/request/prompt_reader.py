@@ -7,7 +7,6 @@ a child with bounded memory: it reads frames of text or conversations, and answe
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,10 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 from meshwright.data.chat.rendering import chat_prompt, template_of
-from meshwright.data.corpus.worker import read_frame, write_frame
+from meshwright.data.corpus.worker import answer_requests, read_frame, write_frame
 from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.serving.http.channel import ApiError, bad_request
-from meshwright.spec.errors import DataError
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.stdin.buffer.readline()); "
@@ -130,10 +128,9 @@ class PromptReader:
     def _end(self, child: subprocess.Popen[bytes]) -> None:
         self._children.discard(child)
         child.kill()
-        for pipe in (child.stdin, child.stdout):
-            with contextlib.suppress(OSError):
-                pipe and pipe.close()
-        child.wait()
+        # Leaving it closes its pipes and waits.
+        with contextlib.suppress(OSError), child:
+            pass
 
 
 MOST_BYTES = 2**32
@@ -162,17 +159,7 @@ def serve(source: IO[bytes] | None = None, sink: IO[bytes] | None = None) -> Non
     # One text on trial, so that the first prompt finds everything loaded.
     prompt_ids(tokenizer, b'"a"')
     write_frame(sink, [READY])
-    while (request := read_frame(source)) is not None:
-        try:
-            answer = [b"", array("I", prompt_ids(tokenizer, request[0])).tobytes()]
-        except Exception as error:
-            answer = [
-                str(error).encode() if isinstance(error, DataError) else f"{type(error).__name__}: {error}".encode()
-            ]
-        try:
-            write_frame(sink, answer)
-        except BrokenPipeError:  # the parent is gone; an ordinary exit would complain about the unwritten rest
-            os._exit(1)
+    answer_requests(source, sink, lambda request: [array("I", prompt_ids(tokenizer, request[0])).tobytes()])
 
 
 def prompt_ids(tokenizer: Tokenizer, request: bytes) -> list[int]:
