@@ -31,8 +31,9 @@ from meshwright.spec.plan.plan import Store
 from meshwright.store import checkpoint_folder, durable, mirror
 from meshwright.store.mirror import StoredRun, Uploader
 from meshwright.store.run_folder import RunLock
+from meshwright.store.saver import UPLOADED
 from meshwright.training import loop
-from meshwright.training.job import check_disks
+from meshwright.training.job import check_without_common_folder
 from meshwright.verbs.main import main
 from tests.remote import object_store
 from tests.remote.object_store import Weather
@@ -275,7 +276,7 @@ def test_an_upload_that_fails_for_good_ends_the_run_with_one_line(
         def saved(self, step: int, path: Path) -> None:
             server[1].share, server[1].statuses = 1.0, ("403 AccessDenied",)
 
-    with pytest.raises(StoreError, match=r"the checkpoint of step 4 is on local disk alone: .*"):
+    with pytest.raises(StoreError, match=r"the checkpoint of step 4 is not in the store: .*"):
         loop.run(plan(texts, tmp_path / "run", url, steps=4, checkpoint_every=2), watchers=[Storm()])
     assert checkpoint_folder.find_latest(tmp_path / "run" / "checkpoints") is not None
 
@@ -356,7 +357,7 @@ def test_a_killed_process_is_started_again_at_the_next_checkpoint(
         ("raise SystemExit(3)", r"the process that uploads does not start \(3\): see what it prints", 1),
         (
             "print('ready', flush=True); input(); print('[', end='')",
-            r"the checkpoint of step 4 is on local disk alone: the process that uploads has ended",
+            r"the checkpoint of step 4 is not in the store: the process that uploads has ended",
             3,
         ),
     ],
@@ -503,7 +504,7 @@ def train_on(machines: list[str], environment: dict[str, str], training: Plan, r
     os.chdir(machines[dist.get_rank()])
     try:
         loop.run(training, resume=resume, watchers=[Terminated(until)])
-    except PlanError as error:
+    except (PlanError, RunError) as error:
         return str(error)
     return ""
 
@@ -535,9 +536,14 @@ def test_machines_without_a_common_folder_meet_in_the_store(texts: Path, tmp_pat
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     layout, options = Layout(dp_shard=4, zero=3, micro_batch=1), {"checkpoint_every": 2, "log_every": 1, "steps": 9}
     training = replace(plan(texts, Path("run"), url, **options), layout=layout)
+    # A word of a model that another run began with: ranks would end their samples at different tokens.
+    stale = second / "run" / "generation_config.json"
+    stale.parent.mkdir(parents=True)
+    stale.write_text('{"eos_token_id": 7}')
     assert not any(start_on([first, second] * 2, training, until=6))
+    assert not stale.exists()
     for machine in (first, second):
-        held = sorted(path.name for path in (machine / "run" / "checkpoints").iterdir())
+        held = sorted(path.name for path in (machine / "run" / "checkpoints").glob("*step*"))
         # One whose upload is under way stays, too.
         assert held[-2:] == [".parts-step-000004", ".parts-step-000006"]
     for machine, ranks in ((first, {"1", "3"}), (second, {"2", "4"})):
@@ -548,10 +554,48 @@ def test_machines_without_a_common_folder_meet_in_the_store(texts: Path, tmp_pat
     assert not any(start_on([third, second, third, third], training))
     whole = tmp_path / "whole"
     assert not any(start_on([whole] * 4, replace(training, store=Store())))
-    assert_same_end(brought(url, tmp_path), whole / "run")
+    assert_same_end(bring_run(url, tmp_path), whole / "run")
 
 
-def brought(url: str, tmp_path: Path) -> Path:
+def test_machines_take_no_checkpoint_that_only_one_of_them_has(texts: Path, tmp_path: Path, url: str) -> None:
+    """Folders of one name on two machines may be of two courses of training: the store has one course."""
+    first, second, whole = (tmp_path / name for name in ("first", "second", "whole"))
+    training = replace(
+        plan(texts, Path("run"), url, checkpoint_every=2, log_every=1, steps=8),
+        layout=Layout(dp_shard=2, micro_batch=2),
+    )
+    assert not any(start_on([first, second], training, until=3))
+    alone = replace(training, store=Store(), recipe=replace(training.recipe, learning_rate=9e-3), layout=Layout())
+    assert not any(start_on([first], alone, until=6))
+    assert (first / "run" / "checkpoints" / "step-000006").is_dir()
+    assert not any(start_on([first, second], training))
+    assert not any(start_on([whole] * 2, replace(training, store=Store())))
+    assert_same_end(bring_run(url, tmp_path), whole / "run")
+    assert not list(first.glob("run/checkpoints/step-*"))
+
+
+def test_a_machine_whose_folder_holds_another_run_is_refused(texts: Path, tmp_path: Path, url: str) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    training = replace(plan(texts, Path("run"), url, steps=4), layout=Layout(dp_shard=2, micro_batch=2))
+    assert not any(start_on([second], replace(training, store=Store(), layout=Layout()), "no"))
+    held = sorted(second.rglob("*"))
+    refusals = start_on([first, second], training)
+    assert all(re.search(r"run on \S+ holds another run: choose another run", refusal) for refusal in refusals)
+    assert sorted(second.rglob("*")) == held
+
+
+def test_the_last_checkpoint_is_uploaded_although_it_was_left_out(
+    texts: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SIGTERM comes on a step that is saved anyway, while the upload before it is under way."""
+    monkeypatch.setattr(mirror.Mirror, "step", property(lambda self: self._step or None))
+    loop.run(plan(texts, tmp_path / "run", url, log_every=1), watchers=[Terminated(8)])
+    assert "step 8 is not uploaded: the upload of step 4 is under way" in caplog.text
+    assert stored(url).list_checkpoints()[-1].step == 8
+    assert (tmp_path / "run" / "checkpoints" / UPLOADED).exists()
+
+
+def bring_run(url: str, tmp_path: Path) -> Path:
     """Bring a run from the store, as a reader does."""
     run = tmp_path / "brought"
     stored(url).fetch_records(run)
@@ -567,10 +611,10 @@ def test_machines_without_a_common_folder_are_refused_at_the_start(texts: Path, 
     assert all(reason in refusal for refusal in refusals)
     assert not list(tmp_path.glob("*/*"))
     stored = replace(training, store=Store(url="s3://bucket/run"))
-    check_disks(stored)
+    check_without_common_folder(stored, "auto")
     pairs = replace(stored, data=replace(stored.data, form="pairs"), recipe=replace(stored.recipe, objective="dpo"))
     with pytest.raises(PlanError, match=r"not every rank sees .* and recipe\.objective=dpo has tables that all ranks"):
-        check_disks(pairs)
+        check_without_common_folder(pairs, "auto")
 
 
 KILLS = int(os.environ.get("MESHWRIGHT_KILLS", "3"))

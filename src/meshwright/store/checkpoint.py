@@ -47,8 +47,8 @@ from meshwright.store.checkpoint_folder import find_best as find_best
 from meshwright.store.checkpoint_folder import find_latest as find_latest
 from meshwright.store.checkpoint_folder import list_checkpoints as list_checkpoints
 from meshwright.store.checkpoint_folder import sweep as sweep
-from meshwright.store.disks import MachineDisk
 from meshwright.store.durable import write_file
+from meshwright.store.folder_ranks import FolderRanks
 
 RNG_PREFIX = "rng."
 """Prefix of random states in a checkpoint. A run resumed on other devices loads those that exist."""
@@ -120,12 +120,13 @@ def save(
     uploading: Callable[[], int | None] = lambda: None,
     group: dist.ProcessGroup | None = None,
     check: Callable[[], None] | None = None,
-    disk: MachineDisk | None = None,
+    sharing: FolderRanks | None = None,
 ) -> Path:
     """Write `folder/step-NNNNNN` and return its path. The folder appears complete or not at all.
 
     Afterwards the `keep_last` newest checkpoints and the one with the lowest score remain. Checkpoints of later steps
-    are removed: they belong to training that was abandoned by resuming from an earlier step.
+    are removed: they belong to training that was abandoned by resuming from an earlier step. With `sharing`, it is
+    `folder/.parts-step-NNNNNN` on each machine, and the two newest of these remain.
 
     Needs disk space for the new checkpoint beside all retained ones, and no memory beyond the tensors.
 
@@ -133,16 +134,16 @@ def save(
         values: JSON state; rank 0's is written.
         uploading: Tells the step of an earlier checkpoint that must not be removed yet.
         check: Called before each tensor is written. An exception ends the save on all ranks.
-        disk: Where machines share no folder: each gets a hidden one with the files of its ranks, to be uploaded.
+        sharing: Where machines share no folder: each gets a hidden one with the files of its ranks, to be uploaded.
 
     Raises:
         CheckpointError: The disk is full or not writable (earlier checkpoints remain), or `values` is not JSON.
     """
     state = _encode_state(values)
     saving, target = checkpoint_folder.paths_of_step(folder, step)
-    if disk is not None:
+    if sharing is not None:
         target = checkpoint_folder.path_of_parts(target)
-    owns_folder = _rank(group) == 0 if disk is None else disk.index == 0
+    owns_folder = _rank(group) == 0 if sharing is None else sharing.index == 0
     commits: list[Commit] = []
 
     # Both run on the coordinator alone: before any rank writes, and after all have.
@@ -169,7 +170,7 @@ def save(
         failure = _save_error(target, error, sum(t.numel() * t.element_size() for t in tensors.values()))
         failure.reported_elsewhere = _rank(group) > 0
         raise failure from None
-    if disk is None:
+    if sharing is None:
         if owns_folder:
             checkpoint_folder.remove_surplus(folder, step, keep_last, uploading())
         return target
@@ -180,8 +181,9 @@ def save(
         try:
             if _rank(group) > 0:
                 checkpoint_folder.commit(saving, target, commits[0])
-            checkpoint_folder.remove_other_parts(folder, step, under_way)
+            checkpoint_folder.remove_older_parts(folder, step, under_way)
         except OSError as error:
+            checkpoint_folder.discard(saving)
             raise _save_error(target, error, commits[0].size_bytes) from None
 
     agree(commit_parts if owns_folder else lambda: None, group)

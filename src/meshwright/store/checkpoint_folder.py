@@ -320,20 +320,20 @@ def remove_surplus(folder: Path, step: int, keep_last: int, uploading: int | Non
     current = [saved for saved in sound if saved.step <= step]
     retained = [*current[-max(1, keep_last) :], _best(current)]
     _remove(saved.path for saved in sound if saved not in retained and saved.step != uploading)
+    # From when machines shared no folder.
+    _remove(folder.glob(_PARTS + "*"))
 
 
-def remove_other_parts(folder: Path, step: int, uploading: int | None) -> None:
-    """Remove what this machine holds of checkpoints but the newest two, which make a restart fast.
+def remove_older_parts(folder: Path, step: int, uploading: int | None) -> None:
+    """Remove what this machine holds of checkpoints but the two newest parts, which make a restart fast.
 
-    The store has them whole. A failed removal is logged. `uploading`: step of one on its way there.
+    The store has all that is whole. `step`: just saved; later ones are of an abandoned course. `uploading`: step of one
+    on its way to the store.
     """
-    steps = {path: int(path.name.rpartition("-")[2]) for path in folder.iterdir() if _holds_step(path)}
-    retained = {uploading, *sorted(number for number in steps.values() if number <= step)[-2:]}
-    _remove(path for path, number in steps.items() if number not in retained)
-
-
-def _holds_step(path: Path) -> bool:
-    return _STEP_NAME.fullmatch(path.name.removeprefix(_PARTS)) is not None
+    parts = {path: int(path.name.rpartition("-")[2]) for path in folder.glob(_PARTS + "*")}
+    retained = {uploading, *sorted(number for number in parts.values() if number <= step)[-2:]}
+    _remove(path for path, number in parts.items() if number not in retained)
+    _remove(list_newest_first(folder))
 
 
 def _remove(paths: Iterable[Path]) -> None:

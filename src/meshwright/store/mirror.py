@@ -218,7 +218,11 @@ class StoredRun:
             if (holder := next(intact, None)) is None:
                 missing.append(file)
             else:
-                shutil.copyfile(holder / file.name, hidden / file.name)
+                (hidden / file.name).unlink(missing_ok=True)
+                try:
+                    (hidden / file.name).hardlink_to(holder / file.name)
+                except OSError:  # a file system without links
+                    shutil.copyfile(holder / file.name, hidden / file.name)
         # Ranks may share the disk.
         check_room(hidden, parts * sum(file.size_bytes for file in missing), self.checkpoints / name)
         download([(self.checkpoints / name / file.name, hidden / file.name, file.sha256) for file in missing], begun)
@@ -232,7 +236,8 @@ class StoredRun:
         _, target = checkpoint_folder.paths_of_step(hidden.parent, commit.step)
         checkpoint_folder.commit(hidden, target, commit)
         # launch.sh asks what a run has saved since it started.
-        os.utime(target, (0, 0))
+        with suppress(OSError):
+            os.utime(target, (0, 0))
         return target
 
 
@@ -251,6 +256,10 @@ class Mirror:
         self.rank, self.writers, self.waiting = rank, writers, waiting
         self.error: StoreError | None = None
         """Why the last upload failed. The next one that succeeds clears it."""
+        self.committed: int | None = None
+        """Step of the last checkpoint that this process uploaded."""
+        self.left_out: int | None = None
+        """Step of the last checkpoint, where rank 0 did not upload it."""
         self._settings = {"url": store.url, "keep_last": store.keep_last, "bandwidth": store.bandwidth / writers}
         self._step = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="uploads")
@@ -270,13 +279,15 @@ class Mirror:
 
         The last one of a run waits for the one before. Any other is left out while the store is busy.
         """
+        self.left_out = None
         if last:
             self.wait()
         elif (under_way := self.step) is not None:
             log.warning(
-                "step %d stays on local disk: the upload of step %d is under way. Save less often "
+                "step %d is not uploaded: the upload of step %d is under way. Save less often "
                 "(recipe.checkpoint_every), or raise store.bandwidth", step, under_way,
             )  # fmt: skip
+            self.left_out = step
             return ""
         return f"step-{step:06d}-{secrets.token_hex(4)}"
 
@@ -336,8 +347,10 @@ class Mirror:
         problem = json.loads(answer) if answer else "the process that uploads has ended"
         self.error = None
         if problem:
-            self.error = StoreError(f"the checkpoint of step {step} is on local disk alone: {problem}")
+            self.error = StoreError(f"the checkpoint of step {step} is not in the store: {problem}")
             log.warning("%s", self.error)
+        else:
+            self.committed = step
 
 
 def _read_line(process: "subprocess.Popen[str]", request: str = "") -> str:
@@ -487,17 +500,25 @@ def check_store(store: Store, resume: str, folder: Path) -> int | None:
     return stored[-1].step if stored else None
 
 
-def _refuse_other_run(store: Store, resume: str, folder: Path) -> str:
-    """Return the id of the run that the store belongs to, empty when it is new. Raises StoreError for another run."""
+def read_local_id(folder: Path) -> str:
+    """Return the id of a folder's run. Empty = it has none."""
+    return path.read_text(encoding="utf-8") if (path := folder / RUN_ID).is_file() else ""
+
+
+def read_stored_id(store: Store) -> str:
+    """Return the id of a store's run. Empty = it is new."""
     try:
-        stored = persist((Location.open(store.url) / RUN_ID).read).decode(errors="replace")
+        return persist((Location.open(store.url) / RUN_ID).read).decode(errors="replace")
     except FileNotFoundError:
         return ""
-    path = folder / RUN_ID
-    local = path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _refuse_other_run(store: Store, resume: str, folder: Path) -> str:
+    """Return the id of the run that the store belongs to, empty when it is new. Raises StoreError for another run."""
+    stored, local = read_stored_id(store), read_local_id(folder)
     # A wiped disk: the run goes on from its store.
     is_new = resume == "auto" and not local and not checkpoint_folder.list_checkpoints(folder / CHECKPOINTS)
-    if local != stored and not is_new:
+    if stored and local != stored and not is_new:
         raise StoreError(
             f"{argument('store.url', store.url)} belongs to another run than {argument('run', folder)}: resume=auto in "
             f"a new {argument('run')} continues it, or choose another {argument('store.url')}"
@@ -519,7 +540,7 @@ def upload_last_records(store: Store, folder: Path) -> None:
     try:
         Uploader(store, rank=0, writers=1).upload_records(folder)
     except StoreError as error:
-        log.warning("the last records of the run are on local disk alone: %s", error)
+        log.warning("the last records of the run are not in the store: %s", error)
 
 
 def choose_newer(run: StoredRun, folder: Path, damaged: Collection[str] = (), *, everywhere: bool = False) -> str:
@@ -535,7 +556,8 @@ def choose_newer(run: StoredRun, folder: Path, damaged: Collection[str] = (), *,
         if local and stored.step <= max(local):
             break
         if stored.name not in damaged:
-            check_room(folder, stored.size_bytes, run.checkpoints / stored.name)
+            if not everywhere:  # each machine looks for itself how much is missing
+                check_room(folder, stored.size_bytes, run.checkpoints / stored.name)
             return stored.name
     if damaged and not local:
         raise DamagedCheckpoint(

@@ -13,6 +13,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from meshwright.spec.errors import CheckpointError, MeshwrightError
 from meshwright.spec.weights.boxes import Box
 from meshwright.store import checkpoint
 from meshwright.store.checkpoint_files import ONE_PROCESS
-from meshwright.store.disks import MachineDisk
+from meshwright.store.folder_ranks import FolderRanks
 
 if TYPE_CHECKING:
     from meshwright.store.mirror import Mirror
@@ -98,6 +99,8 @@ def piece(held: Tensor, box: Box | None) -> Tensor:
     return held if box is None or box.sizes == box.whole else Piece(held, box)
 
 
+UPLOADED = ".uploaded"
+"""File beside the checkpoints, as old as the last upload. launch.sh asks for it."""
 SLAB_BYTES = 256 * 2**20
 """Size of the slabs in which memory is taken; a larger tensor gets its own. torch rounds pinned memory up to a power of
 two, which could otherwise double its size."""
@@ -171,7 +174,7 @@ class Saver:
         saved: Called with (step, path) after each commit, by the thread that calls the methods.
         begun: Called before each tensor is written, by the threads that write.
         mirror: Uploads what was saved. None = checkpoints stay in `folder`.
-        disk: The ranks that see `folder`, where machines share none.
+        sharing: The ranks that see `folder`, where machines share none.
     """
 
     def __init__(
@@ -183,14 +186,16 @@ class Saver:
         saved: Callable[[int, Path], None],
         begun: Callable[[], None] = lambda: None,
         mirror: "Mirror | None" = None,
-        disk: MachineDisk | None = None,
+        sharing: FolderRanks | None = None,
     ) -> None:
         self.folder, self.keep_last, self.group, self.saved, self.begun = folder, keep_last, group, saved, begun
-        self.mirror, self.disk = mirror, disk
+        self.mirror, self.sharing = mirror, sharing
         self.blocked_s = 0.0
         """Seconds that callers have waited, for copies, writes and earlier saves."""
         self.newest: Path | None = None
         """The last checkpoint that this process saved."""
+        self._committed: int | None = None
+        """Step of the last upload that all ranks know of."""
         self._staging = Staging()
         self._assigned: set[str] | None = None
         self._flight: _Flight | None = None
@@ -220,7 +225,7 @@ class Saver:
         def write(written: Mapping[str, Tensor]) -> Path:
             path = checkpoint.save(
                 self.folder, step=step, tensors=written, values=values, score=score, keep_last=self.keep_last,
-                group=group, check=flight.check, uploading=uploading, disk=self.disk,
+                group=group, check=flight.check, uploading=uploading, sharing=self.sharing,
             )  # fmt: skip
             self._upload(step, path, group, last=last)
             return path
@@ -245,8 +250,19 @@ class Saver:
         `stored_step`: newest step in the store when the process began, on rank 0. None = it had none.
         """
         path = self.folder / f"step-{step:06d}"
-        is_missing = path.is_dir() and (stored_step is None or stored_step < step)
+        is_missing = self.sharing is None and path.is_dir() and (stored_step is None or stored_step < step)
         self._upload(step, path, None if self.group is None else self.group.process_group, is_missing=is_missing)
+
+    def _end_uploads(self) -> None:
+        """Upload the last checkpoint if it was left out, and wait until the store has it. All ranks together."""
+        if (mirror := self.mirror) is None:
+            return
+        group = None if self.group is None else self.group.process_group
+        if self.newest is not None:
+            step = int(self.newest.name.rpartition("-")[2])
+            self._upload(step, self.newest, group, last=True, is_missing=mirror.left_out == step)
+        mirror.wait()
+        self._upload(0, self.folder, group, is_missing=False)
 
     def _upload(
         self, step: int, path: Path, group: dist.ProcessGroup | None, *, last: bool = False, is_missing: bool = True
@@ -255,8 +271,13 @@ class Saver:
         if (mirror := self.mirror) is None:
             return
         name = mirror.choose(step, last=last) if mirror.rank == 0 and is_missing else ""
+        committed = mirror.committed
         if mirror.writers > 1:
-            name = broadcast_object(0, name, group)
+            name, committed = broadcast_object(0, (name, committed), group)
+        if committed != self._committed:
+            self._committed = committed
+            with suppress(OSError):
+                (self.folder / UPLOADED).touch()
         if name:
             mirror.begin(step, path, name)
 
@@ -303,8 +324,7 @@ class Saver:
         if kind is None:
             try:
                 self.wait()
-                if self.mirror is not None:
-                    self.mirror.wait()
+                self._end_uploads()
             finally:
                 if self.mirror is not None:
                     self.mirror.abandon()

@@ -4,9 +4,11 @@ Each of these can still refuse.
 """
 
 import logging
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +26,12 @@ from meshwright.parallel.groups.mesh import saving_group
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.pipeline.pass_graphs import check_device
 from meshwright.spec import Plan
-from meshwright.spec.errors import CheckpointError, DamagedCheckpoint, PlanError, StoreError, argument
+from meshwright.spec.errors import CheckpointError, DamagedCheckpoint, PlanError, RunError, StoreError, argument
 from meshwright.spec.recipe.recipe import UNREAD, DataRead
 from meshwright.store import checkpoint, checkpoint_folder
 from meshwright.store.default_folders import drop_unbegun, explain_new_run, find_begun_run, is_open, settle_run
-from meshwright.store.disks import MachineDisk, find_disk
 from meshwright.store.durable import replace_file, report_in_one_line
+from meshwright.store.folder_ranks import FolderRanks, find_folder_ranks
 from meshwright.store.model_weights import base_fingerprint
 from meshwright.store.run_folder import RunFolder, RunLock
 from meshwright.training import device as devices
@@ -177,8 +179,10 @@ class Job:
     """About checkpoints that do not fit, on rank 0."""
     stored_step: int | None
     """Newest step in the plan's store when the job began, on rank 0. None = the store had none."""
-    disk: MachineDisk | None
+    sharing: FolderRanks | None
     """The ranks that see this rank's run folder. None = all see one."""
+    fetched: Path | None = None
+    """Checkpoint that was brought from the plan's store, to each machine. None = none was needed."""
 
     def add_lines(self, *lines: tuple[str, str]) -> None:
         """Add (label, sentence) lines to the forecast."""
@@ -200,12 +204,14 @@ def open_job(
     plan = replace(plan, run=rank_zero.broadcast(lambda: find_begun_run(plan, resume)))
     leftover_warning = rank_zero.run(lambda: explain_new_run(plan, resume))
     stored_step = rank_zero.run(lambda: check_resume(plan, resume))
-    if plan.store.url and not rank_zero.is_here:
+    if plan.store.url:
         # Every rank uploads, and machines may differ in credentials and installed libraries.
-        _open_store(plan.store.url).location.refuse_unwritable("store.url")
-    disk = find_disk(Path(plan.run).parent if is_open(plan.run) else Path(plan.run), rank_zero)
-    if disk is not None:
-        check_disks(plan)
+        stored = partial(_open_store, plan.store.url)
+        refuse = (lambda: None) if rank_zero.is_here else lambda: stored().location.refuse_unwritable("store.url")
+        agree(refuse, mesh["world"].process_group)
+    sharing = find_folder_ranks(Path(plan.run).parent if is_open(plan.run) else Path(plan.run), rank_zero)
+    if sharing is not None:
+        check_without_common_folder(plan, resume)
 
     device = devices.pick_device()
     # From one rank to all: machines of a mixed cluster would plan for different devices.
@@ -238,11 +244,11 @@ def open_job(
         leftover_warning=leftover_warning,
         disk_warning=disk_warning,
         stored_step=stored_step,
-        disk=disk,
+        sharing=sharing,
     )
     if execution:
         job.add_lines(("execution", execution))
-    if disk is not None:
+    if sharing is not None:
         job.add_lines(("store", f"machines share no run folder: whole checkpoints are in {plan.store.url} alone"))
     return job
 
@@ -292,6 +298,8 @@ def open_run_folder(job: Job, corpus: Corpus) -> Iterator[RunFolder]:
         if job.plan.run != planned_run and job.rank_zero.is_here:
             # A folder that was just chosen goes away again if no run starts in it.
             stack.push(lambda kind, error, trace: drop_unbegun(path) if kind else None)
+        if lock := prepare_machines(job, path):
+            stack.callback(lock.release)
         fetch_newest(job, path)
         created = job.rank_zero.run(lambda: _create_folder(job, path, corpus))
         copy_to_machines(job, path / GENERATION)
@@ -305,7 +313,7 @@ def _create_folder(job: Job, path: Path, corpus: Corpus) -> RunFolder:
     return folder
 
 
-def check_disks(plan: Plan) -> None:
+def check_without_common_folder(plan: Plan, resume: str) -> None:
     """Raise PlanError unless a plan can run on machines that share no run folder."""
     where = f"not every rank sees {argument('run', plan.run)} of rank 0"
     if not plan.store.url:
@@ -317,24 +325,52 @@ def check_disks(plan: Plan) -> None:
     if recipe.traits.pairs or recipe.distillation_top_k:
         key = f"recipe.objective={recipe.objective}" if recipe.traits.pairs else "recipe.distillation_top_k"
         raise PlanError(f"{where}, and {key} has tables that all ranks read: choose a folder that all machines share")
+    if is_open(plan.run):
+        raise PlanError(f"{where}, and each machine would choose another one: name it, as {argument('run', 'runs/a')}")
+    if resume not in ("no", "auto"):
+        raise PlanError(f"{where}, nor {argument('resume', resume)}: resume=auto brings the newest of the store")
+
+
+def prepare_machines(job: Job, run: Path) -> RunLock | None:
+    """Make and lock the run folder on each machine that does not see rank 0's, unless it holds another run.
+
+    All ranks together. Returns the lock, on the first rank of each of these machines.
+    """
+    if job.sharing is None:
+        return None
+    from meshwright.store.mirror import read_local_id, read_stored_id
+
+    run_id = job.rank_zero.broadcast(lambda: read_stored_id(job.plan.store) or read_local_id(run))
+
+    def prepare() -> RunLock:
+        checkpoints, local_id = run / "checkpoints", read_local_id(run)
+        if local_id != run_id if local_id else checkpoint_folder.list_checkpoints(checkpoints):
+            raise RunError(f"{run} on {socket.gethostname()} holds another run: choose another {argument('run')}")
+        with report_in_one_line(run):
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            lock = RunLock.take(run)
+            checkpoint_folder.sweep(checkpoints)
+        return lock
+
+    is_first = job.sharing.index == 0 and not job.rank_zero.is_here
+    return agree(prepare if is_first else lambda: None, job.mesh["world"].process_group)
 
 
 def copy_to_machines(job: Job, file: Path) -> None:
-    """Copy a small file of the run folder, if there, from rank 0 to the machines that do not see it. All ranks."""
-    if job.disk is None:
+    """Copy a small file of the run folder from rank 0 to the machines that do not see it, or remove it there."""
+    if job.sharing is None:
         return
     content = job.rank_zero.broadcast(lambda: file.read_bytes() if file.exists() else b"")
 
     def write() -> None:
-        checkpoints = file.parent / "checkpoints"
         with report_in_one_line(file.parent):
-            checkpoints.mkdir(parents=True, exist_ok=True)
-            checkpoint_folder.sweep(checkpoints)
             if content:
                 replace_file(file, content)
+            else:
+                file.unlink(missing_ok=True)
 
-    writes = job.disk.index == 0 and not job.rank_zero.is_here
-    agree(write if writes else lambda: None, job.mesh["world"].process_group)
+    is_first = job.sharing.index == 0 and not job.rank_zero.is_here
+    agree(write if is_first else lambda: None, job.mesh["world"].process_group)
 
 
 def fetch_newest(job: Job, run: Path) -> None:
@@ -351,8 +387,12 @@ def fetch_newest(job: Job, run: Path) -> None:
         return RunLock.take(run)
 
     def choose() -> str:
-        if name := choose_newer(stored, run, damaged, everywhere=job.disk is not None):
+        name = choose_newer(stored, run, damaged, everywhere=job.sharing is not None)
+        if name:
             stored.fetch_records(run)
+        local = checkpoint_folder.find_latest(run / "checkpoints") if job.sharing is not None else None
+        if local is not None and local.name > name.rpartition("-")[0]:
+            log.warning("%s is on this machine alone, so it is not used: a run on this machine uploads it", local)
         return name
 
     # Another process may train here: it is refused before anything is written, and until the checkpoint is there.
@@ -367,6 +407,7 @@ def fetch_newest(job: Job, run: Path) -> None:
                 damaged.append(name)
                 continue
             job.add_lines(("resume", f"{path.name} was fetched from {stored.location}"))
+            job.fetched = path
             return
     finally:
         if lock is not None:
@@ -398,16 +439,21 @@ def _fetch(job: Job, stored: "StoredRun", name: str, checkpoints: Path) -> Path:
     Where machines share no folder, each of them gets all files.
     """
     world = job.mesh["world"]
-    sharing, path = job.disk or world, checkpoints / name.rpartition("-")[0]
+    sharing, path = job.sharing or world, checkpoints / name.rpartition("-")[0]
 
     def fetch_part() -> Path:
         try:
-            return stored.fetch(name, checkpoints, (sharing.index, sharing.size), job.pulse.piece_begun)
+            with report_in_one_line(checkpoints):
+                return stored.fetch(name, checkpoints, (sharing.index, sharing.size), job.pulse.piece_begun)
         except StoreError as error:
             raise (DamagedCheckpoint if error.is_damage else CheckpointError)(str(error)) from None
 
+    def publish() -> Path:
+        with report_in_one_line(checkpoints):
+            return stored.publish(name, hidden) if sharing.index == 0 else path
+
     hidden = agree(fetch_part, world.process_group)
-    return agree(lambda: stored.publish(name, hidden) if sharing.index == 0 else path, world.process_group)
+    return agree(publish, world.process_group)
 
 
 def catch_interrupts(job: Job) -> Interrupt:

@@ -145,6 +145,9 @@ def find_checkpoint(job: Job, folder: RunFolder) -> Path | None:
         return None
     if job.resume != "auto":
         return checkpoint.verify_named(Path(job.resume), begun=job.pulse.piece_begun)
+    if job.sharing is not None:
+        # Folders of one name on two machines may be of two courses of training: the store has one.
+        return job.fetched
     # Other ranks may see the shared folder a moment later: they take rank 0's list.
     candidates = job.rank_zero.broadcast(lambda: checkpoint_folder.list_newest_first(folder.checkpoints))
     repair = partial(repair_from_store, job)

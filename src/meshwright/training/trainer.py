@@ -117,7 +117,7 @@ class Trainer:
             saved=lambda step, path: self._notify("saved", step, path),
             begun=self.pulse.piece_begun,
             mirror=self._open_mirror(),
-            disk=self.job.disk,
+            sharing=self.job.sharing,
         )
 
     def _open_mirror(self) -> "Mirror | None":
@@ -338,7 +338,7 @@ class Trainer:
         where = f" ({who}, last collective {call})" if self.plan.layout.world > 1 else ""
         # A save under way may still become the last good checkpoint that the message names.
         self.saver.settle()
-        last = checkpoint.find_latest(self.folder.checkpoints) if self.job.disk is None else self.plan.store.url
+        last = checkpoint.find_latest(self.folder.checkpoints) if self.job.sharing is None else self.plan.store.url
         remaining = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
         return NonFiniteLoss(
             f"step {step}{where}: the {what} is {number}{row}; {remaining}. Lower recipe.learning_rate (now "

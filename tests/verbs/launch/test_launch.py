@@ -52,8 +52,9 @@ def stand_in(folder: Path, name: str, lines: str) -> dict[str, str]:
         ("exit 127", 127),
         # What is there already is nothing new, and an unfinished checkpoint is none.
         ("mkdir -p {run}/checkpoints/.saving-step-000009; exit 1", 1),
-        # Files of this node alone, of a checkpoint that a store has whole; and one that was fetched from there.
-        ("sleep 0.1; mkdir -p {run}/checkpoints/.parts-step-000007; exit 1", 75),
+        # An upload, what was not uploaded where nodes share no folder, and a checkpoint that was fetched.
+        ("sleep 0.1; touch {run}/checkpoints/.uploaded; exit 1", 75),
+        ("sleep 0.1; mkdir -p {run}/checkpoints/.parts-step-000007; exit 1", 1),
         ("sleep 0.1; mkdir -p {run}/checkpoints/step-000007; touch -d @0 {run}/checkpoints/step-000007; exit 1", 1),
     ],
 )  # fmt: skip
@@ -152,10 +153,15 @@ def test_nodes_that_meet_in_a_store_share_no_volume(capsys: pytest.CaptureFixtur
     assert "nodes need the right to read and write s3://bucket/a: a role, or variables in the job's file" in notes
     _, jobset = yaml.safe_load_all((tmp_path / "job" / "jobset.yaml").read_text())
     pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    assert {"name": "run", "emptyDir": {}} in pod["volumes"]
+    [size] = (volume["emptyDir"]["sizeLimit"] for volume in pod["volumes"] if volume["name"] == "run")
+    # 112 GB a checkpoint.
+    assert int(size.removesuffix("Gi")) * 2**30 >= 3 * 112.4e9
+    # An upload of 112 GB through four nodes at 500 MB/s takes 56 s, and twice that is waited for.
+    assert pod["terminationGracePeriodSeconds"] >= 120 + 2 * 56
     run = written(capsys, "skypilot", tmp_path / "task", *words)["run"]
     task = yaml.safe_load((tmp_path / "task" / "skypilot.yaml").read_text())
     assert "volumes" not in task and task["setup"] == "pip install 'meshwright[s3]'"
+    assert task["resources"]["disk_size"] == int(size.removesuffix("Gi"))
     # A folder that a user without rights of root can make.
     assert run.startswith("/var/tmp/")
     assert written(capsys, "slurm", tmp_path / "slurm", *words, "run=/dev/shm/a")["run"] == "/dev/shm/a"

@@ -43,6 +43,8 @@ BLOCK = "    "
 """Indent of a file's text in jobset.yaml."""
 MOUNT, FILES = "/meshwright", "/launch"
 """Folders on a node that is a container or rented: a volume that all nodes share, and plan.yaml with launch.sh."""
+UPLOAD = 500.0
+"""Bandwidth of a node to an object store in MB/s, where the plan does not limit it. Assumed."""
 LOCAL = "/var/tmp/meshwright"
 """Folder on the disk of a rented node, for a run whose checkpoints meet in an object store."""
 SKY_NAMES = (
@@ -97,13 +99,14 @@ class Job:
             return {"launch.sh": self._node_script(), "skypilot.yaml": _fill("skypilot.yaml", words)}
         vendor = "amd.com" if cluster.device.name.startswith(("MI", "AMD")) else "nvidia.com"
         limits = f"{{limits: {{{vendor}/gpu: {cluster.devices_per_node}}}}}" if cluster.device.is_gpu else "{}"
+        claimed = f"persistentVolumeClaim: {{claimName: {self.name}-run}}"
         words |= {"access": "ReadWriteMany" if cluster.nodes > 1 else "ReadWriteOnce", "storage": f"{self.storage_gib}"}
         words |= {
             "plan": indent(planfile.content(self.plan, Path(FILES)).rstrip(), BLOCK),
             "node": indent(self._node_script().rstrip(), BLOCK),
             "claim": "" if url else _fill("claim.yaml", words), "resources": limits,
             "yours": "" if self.image else " Yours to set: IMAGE.",
-            "volume": "emptyDir: {}" if url else f"persistentVolumeClaim: {{claimName: {self.name}-run}}",
+            "volume": f"emptyDir: {{sizeLimit: {self.storage_gib}Gi}}" if url else claimed,
         }  # fmt: skip
         return {"jobset.yaml": _fill("jobset.yaml", words)}
 
@@ -144,6 +147,8 @@ class Job:
             yield f"  accelerators: {next(names, device.name)}:{self.plan.cluster.devices_per_node}\n"
         if self.image:
             yield f"  image_id: docker:{self.image}\n"
+        if self.plan.store.url:
+            yield f"  disk_size: {self.storage_gib}\n"
 
 
 def _fill(name: str, words: Mapping[str, str]) -> str:
@@ -254,8 +259,10 @@ def _job(parsed: Plan, to: str, folder: Path, grace: int | None, image: str) -> 
         run = Path(LOCAL if plan.store.url and to == "skypilot" else MOUNT) / name
     saves = checkpoint_of(plan, Conditions())
     step_s = predict(plan).step_s if plan.cluster.device.is_gpu else 0.0
+    upload_s = saves.total_bytes / (1e6 * (plan.store.bandwidth or UPLOAD * plan.cluster.nodes))
     # Twice the planned time, and a minute: a store may be busy, and a signal up to a minute early.
-    counted = 60 * math.ceil(1 + 2 * (step_s + saves.stall_s + saves.write_s) / 60)
+    counted_s = step_s + saves.stall_s + saves.write_s + (upload_s if plan.store.url else 0.0)
+    counted = 60 * math.ceil(1 + 2 * counted_s / 60)
     checkpoints = plan.recipe.keep_last + 2  # the best, and the one that is being written
     return Job(
         plan=replace(plan, run=str(run)),

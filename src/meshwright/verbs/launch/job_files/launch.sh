@@ -3,11 +3,11 @@ RUN=@run@
 @exports@
 # Exit code 0: the run is done. 75: it is not, and has a newer checkpoint than at the start, so start it again.
 # Any other: it ended without a new checkpoint, so starting it again would end the same way.
-# A checkpoint that was fetched from a store is as old as can be.
+# A checkpoint that was fetched from a store is as old as can be. Where nodes share no folder, uploads count.
 started="$RUN/.started-$NODE_RANK"
 mkdir -p "$RUN" && touch "$started"
 saved() {
-  [ -n "$(find "$RUN/checkpoints" -maxdepth 1 '(' -name 'step-*' -o -name '.parts-step-*' ')' -newer "$started" 2>/dev/null)" ]
+  [ -n "$(find "$RUN/checkpoints" -maxdepth 1 '(' -name 'step-*' -o -name .uploaded ')' -newer "$started" 2>/dev/null)" ]
 }
 asked=0
 # Workers get SIGUSR1 directly: torchrun passes no more than SIGTERM on. Again and again, since one that still imports

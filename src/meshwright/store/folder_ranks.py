@@ -17,7 +17,7 @@ LONGEST_DELAY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class MachineDisk:
+class FolderRanks:
     """The ranks that see this rank's run folder, where not all see that of rank 0."""
 
     index: int
@@ -25,7 +25,7 @@ class MachineDisk:
     size: int
 
 
-def find_disk(folder: Path, rank_zero: RankZero) -> MachineDisk | None:
+def find_folder_ranks(folder: Path, rank_zero: RankZero) -> FolderRanks | None:
     """Find which ranks see the folder of rank 0, which need not exist yet. None = all of them.
 
     All ranks call this together. Raises RunError when rank 0 cannot write there.
@@ -41,13 +41,15 @@ def find_disk(folder: Path, rank_zero: RankZero) -> MachineDisk | None:
         return probe
 
     probe = rank_zero.broadcast(write_probe)
-    # Other ranks meet where device and inode are the same, before any of them makes a folder.
-    disk = "" if _appears(probe) else _identify(folder)
-    disks = gather_objects(disk, world.process_group)
-    if rank_zero.is_here:
-        probe.unlink(missing_ok=True)
-    together = [rank for rank, other in enumerate(disks) if other == disk]
-    return MachineDisk(index=together.index(world.index), size=len(together)) if any(disks) else None
+    try:
+        # Other ranks meet where device and inode are the same, before any of them makes a folder.
+        where = "" if _appears(probe) else _identify(folder)
+        places = gather_objects(where, world.process_group)
+    finally:
+        if rank_zero.is_here:
+            probe.unlink(missing_ok=True)
+    together = [rank for rank, other in enumerate(places) if other == where]
+    return FolderRanks(index=together.index(world.index), size=len(together)) if any(places) else None
 
 
 def _appears(probe: Path) -> bool:
