@@ -388,6 +388,9 @@ def test_a_run_on_many_processes_goes_on_with_as_many(program: Path, monkeypatch
     monkeypatch.setenv("MASTER_ADDR", "node1")
     meeting = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint node1:29500"
     assert again("train", words, "my run") == f"torchrun {meeting} --nproc_per_node 2 {tail}"
+    tail = "-m meshwright train plan.yaml --elastic 2:3 'run=my run' resume=auto"
+    elastic = again("train", [*words, "--elastic", "2:3"], "my run")
+    assert elastic == f"torchrun {meeting.replace('2', '2:3', 1)} --nproc_per_node 2 {tail}"
 
 
 @pytest.mark.parametrize(

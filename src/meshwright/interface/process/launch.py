@@ -368,10 +368,14 @@ def command(words: Sequence[str]) -> str:
     return " ".join([_module("meshwright") if is_module else _script(called), *map(shlex.quote, words)])
 
 
-def launched(words: Sequence[str], *, nodes: int, per_node: int, host: str = "") -> str:
-    """Return `torchrun ... -m meshwright WORDS` for all processes. `host`: the rendezvous host of several nodes."""
-    rendezvous = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host or 'HOST'}:29500"]
-    options = [*(rendezvous if nodes > 1 else []), "--nproc_per_node", str(per_node)]
+def launched(words: Sequence[str], *, nodes: int, per_node: int, host: str = "", elastic: str = "") -> str:
+    """Return `torchrun ... -m meshwright WORDS` for all processes.
+
+    `host`: the rendezvous host of several nodes. `elastic`: MIN:MAX nodes.
+    """
+    number = elastic or str(nodes)
+    rendezvous = ["--nnodes", number, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host or 'HOST'}:29500"]
+    options = [*(rendezvous if number != "1" else []), "--nproc_per_node", str(per_node)]
     beside = Path(sys.executable).with_name("torchrun")
     torchrun = _script(beside) if beside.exists() else _module("torch.distributed.run")
     return " ".join([torchrun, *map(shlex.quote, [*options, "-m", "meshwright", *words])])

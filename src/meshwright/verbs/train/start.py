@@ -146,9 +146,11 @@ def again(verb: str, words: Sequence[str], run: str) -> str:
     """Return the same command on as many processes, continuing from the newest checkpoint of the run."""
     changes = [word for word in words if not word.startswith(("resume=", "run="))]
     words = [verb, *changes, f"run={run}", "resume=auto"]
-    if processes() == 1:
+    elastic = words[words.index("--elastic") + 1] if "--elastic" in words else ""
+    if processes() == 1 and not elastic:
         return command(words)
-    return launched(words, nodes=nodes(), per_node=processes() // nodes(), host=os.environ.get("MASTER_ADDR", ""))
+    host = os.environ.get("MASTER_ADDR", "")
+    return launched(words, nodes=nodes(), per_node=processes() // nodes(), host=host, elastic=elastic)
 
 
 def _services(tensorboard: bool, wandb: bool) -> "list[Watcher]":
