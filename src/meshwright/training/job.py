@@ -8,7 +8,6 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -204,11 +203,8 @@ def open_job(
     plan = replace(plan, run=rank_zero.broadcast(lambda: find_begun_run(plan, resume)))
     leftover_warning = rank_zero.run(lambda: explain_new_run(plan, resume))
     stored_step = rank_zero.run(lambda: check_resume(plan, resume))
-    if plan.store.url:
-        # Every rank uploads, and machines may differ in credentials and installed libraries.
-        stored = partial(_open_store, plan.store.url)
-        refuse = (lambda: None) if rank_zero.is_here else lambda: stored().location.refuse_unwritable("store.url")
-        agree(refuse, mesh["world"].process_group)
+    # Every rank uploads, and machines may differ in credentials and installed libraries.
+    agree(lambda: None if rank_zero.is_here else check_rights(plan), mesh["world"].process_group)
     sharing = find_folder_ranks(Path(plan.run).parent if is_open(plan.run) else Path(plan.run), rank_zero)
     if sharing is not None:
         check_without_common_folder(plan, resume)
@@ -311,6 +307,12 @@ def _create_folder(job: Job, path: Path, corpus: Corpus) -> RunFolder:
     if job.resume in ("no", "auto") and not checkpoint_folder.list_checkpoints(folder.checkpoints):
         keep_extra_files(job.plan, path, corpus.tokenizer)
     return folder
+
+
+def check_rights(plan: Plan) -> None:
+    """Raise StoreError unless this machine may write to the plan's store, if it has one."""
+    if plan.store.url:
+        _open_store(plan.store.url).location.refuse_unwritable("store.url")
 
 
 def check_without_common_folder(plan: Plan, resume: str) -> None:
