@@ -1,19 +1,23 @@
 """How long a step waits for a checkpoint: written at once, or by a thread while training goes on.
 
-    python -m benchmarks.saving [--json] [--model llama-100m] [--ranks 1 2] [--saves 3]
+    python -m benchmarks.saving [--json] [--model llama-100m] [--ranks 1 2] [--saves 3] [--store]
 
 A model with its optimizer (fp32: weights and two moments, 12 bytes a parameter) is trained on short random sequences by
 real Gloo processes of one thread each (ZeRO-1 from two on), and saved again and again, four steps apart. `blocked` is
 what the step loop waited for one save: the first, which takes the memory for the copy, and the median of the others.
 `step` is the median step, while no save is under way and while one is. Writing is hashed and on disk (fsync) before a
-checkpoint counts, either way.
+checkpoint counts, either way. `--store` adds asynchronous saves that are uploaded to an object store on this machine
+(needs the extra `drill`): uploads and server take processor time, and must not make a step wait for a save.
 """
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +29,14 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.groups.mesh import saving_group
 from meshwright.spec import Layout, Recipe, presets
+from meshwright.spec.plan.plan import Store
+from meshwright.store.mirror import RECORDS, Mirror
 from meshwright.store.saver import Saver
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.step.batches import Batch, split
 from meshwright.training.step.state import Progress, TrainState
 from meshwright.training.step.step import train_step
+from meshwright.verbs.drill import object_store
 
 TOKENS = 32
 """Of the one sequence that a rank trains on in a step: what is measured does not depend on it."""
@@ -52,14 +59,19 @@ def new_state(model: str, ranks: int) -> TrainState:
     return TrainState(engine, Optimizer(engine.parameters.items(), Recipe()), None, Progress())
 
 
-def on_rank(model: str, ranks: int, saves: int, behind: bool, folder: str) -> Times:
+def on_rank(model: str, ranks: int, saves: int, way: str, folder: str, environment: Mapping[str, str]) -> Times:
     """One process: steps, and a save after every few of them."""
     compat.keep_freed_memory()
+    os.environ.update(environment)
     state, times = new_state(model, ranks), Times()
-    group = saving_group(state.engine.mesh) if behind else None
+    mesh = state.engine.mesh
+    group = None if way == "sync" else saving_group(mesh)
+    store = Store(url=f"s3://{object_store.BUCKET}/{ranks}") if way == "store" else None
+    mirror = Mirror(store, rank=mesh.rank, writers=ranks) if store else None
     tokens = torch.randint(0, state.engine.model.shape.vocab, (1, TOKENS))
     batch = Batch(tokens=tokens, targets=tokens, valid=TOKENS, valid_of_rows=(TOKENS,))
-    with Saver(Path(folder), keep_last=1, group=group, saved=lambda step, path: None) as saver:
+    saving = Saver(Path(folder), keep_last=1, group=group, saved=lambda step, path: None, mirror=mirror)
+    with saving as saver:
         for number in range((saves + 1) * STEPS_BETWEEN):
             under_way = saver.busy
             started = time.perf_counter()
@@ -73,16 +85,23 @@ def on_rank(model: str, ranks: int, saves: int, behind: bool, folder: str) -> Ti
     return times
 
 
-def case(model: str, ranks: int, saves: int, behind: bool) -> dict[str, Any]:
+def case(model: str, ranks: int, saves: int, way: str) -> dict[str, Any]:
     """One row: the rank that waited longest counts."""
-    with tempfile.TemporaryDirectory() as folder:
-        times = on_ranks(ranks, on_rank, model, ranks, saves, behind, folder, limit_s=900)
-        written = max(Path(folder).glob("step-*"))
+    with ExitStack() as stack:
+        run = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        environment = {}
+        if way == "store":
+            environment = object_store.settings(stack.enter_context(object_store.serve())[0])
+            for name in RECORDS:  # which every upload takes along
+                (run / name).touch()
+        folder = run / "checkpoints"
+        times = on_ranks(ranks, on_rank, model, ranks, saves, way, str(folder), environment, limit_s=900)
+        written = max(folder.glob("step-*"))
         size_bytes = sum(path.stat().st_size for path in written.iterdir())
     blocked = [max(save) for save in zip(*(rank.blocked for rank in times), strict=True)]
     return {
         "ranks": ranks,
-        "way": "async" if behind else "sync",
+        "way": way,
         "checkpoint_bytes": size_bytes,
         "first_blocked_seconds": blocked[0],
         "blocked_seconds": statistics.median(blocked[1:] or blocked),
@@ -91,10 +110,12 @@ def case(model: str, ranks: int, saves: int, behind: bool) -> dict[str, Any]:
     }
 
 
-def measure(model: str, sizes: list[int], saves: int) -> dict[str, Any]:
+def measure(model: str, sizes: list[int], saves: int, stored: bool) -> dict[str, Any]:
     """All rows; `blocked_share` is the largest part of a save's time that steps still wait when it is asynchronous."""
-    rows = [case(model, ranks, saves, behind) for ranks in sizes for behind in (False, True)]
-    shares = [a["blocked_seconds"] / s["blocked_seconds"] for s, a in zip(rows[::2], rows[1::2], strict=True)]
+    ways = ("sync", "async", *(["store"] if stored else []))
+    rows = [case(model, ranks, saves, way) for ranks in sizes for way in ways]
+    blocked = {(row["ranks"], row["way"]): row["blocked_seconds"] for row in rows}
+    shares = [blocked[ranks, "async"] / blocked[ranks, "sync"] for ranks in sizes]
     return {"model": model, "rows": rows, "blocked_share": max(shares)}
 
 
@@ -105,8 +126,9 @@ def main() -> None:
     parser.add_argument("--model", default="llama-100m")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--saves", type=int, default=3)
+    parser.add_argument("--store", action="store_true", help="also with uploads to an object store on this machine")
     options = parser.parse_args()
-    result = measure(options.model, options.ranks, options.saves)
+    result = measure(options.model, options.ranks, options.saves, options.store)
     if options.json:
         print(json.dumps(result, indent=1))
         return
