@@ -31,6 +31,7 @@ from meshwright.observe.check.recording import abbreviate_plan, record_world
 from meshwright.observe.check.rules import check
 from meshwright.observe.oracle.features import shrink
 from meshwright.observe.ranks import in_subprocesses
+from meshwright.observe.spans import replaced
 from meshwright.parallel import Mesh, make_mesh
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
@@ -441,3 +442,14 @@ def test_compute_without_open_receives_adds_no_rule() -> None:
         traced_rank(1, (message("receive"),), Compute(True), Start((0,)), WaitEvent(0), Compute(True)),
     ]
     assert not check(world).violations
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(dist.ProcessGroup, "broadcast"), (torch.UntypedStorage, "resize_"), (dist, "broadcast")]
+)
+def test_a_function_that_was_replaced_is_as_before(owner: object, name: str) -> None:
+    """Methods of C++ classes are bound by a wrapper that reading the attribute of the class takes off."""
+    before = vars(owner).get(name)
+    with replaced(owner, name, lambda inner, *words: inner(*words)):
+        assert vars(owner)[name] is not before
+    assert vars(owner).get(name) is before

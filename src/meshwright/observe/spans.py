@@ -110,8 +110,13 @@ def replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator
     def call(*arguments: Any, **keywords: Any) -> Any:
         return replacement(inner, *arguments, **keywords)
 
+    # Not `inner`, which is bound: a method of torch's C++ classes would get no `self` any more.
+    unbound = vars(owner).get(name)
     setattr(owner, name, call)
     try:
         yield
     finally:
-        setattr(owner, name, inner)
+        if unbound is None:  # of a base class
+            delattr(owner, name)
+        else:
+            setattr(owner, name, unbound)

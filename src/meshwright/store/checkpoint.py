@@ -18,7 +18,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -48,7 +48,9 @@ from meshwright.store.checkpoint_folder import find_latest as find_latest
 from meshwright.store.checkpoint_folder import list_checkpoints as list_checkpoints
 from meshwright.store.checkpoint_folder import sweep as sweep
 from meshwright.store.durable import write_file
-from meshwright.store.folder_ranks import FolderRanks
+
+if TYPE_CHECKING:
+    from meshwright.store.folder_ranks import FolderRanks
 
 RNG_PREFIX = "rng."
 """Prefix of random states in a checkpoint. A run resumed on other devices loads those that exist."""
@@ -120,7 +122,7 @@ def save(
     uploading: Callable[[], int | None] = lambda: None,
     group: dist.ProcessGroup | None = None,
     check: Callable[[], None] | None = None,
-    sharing: FolderRanks | None = None,
+    sharing: "FolderRanks | None" = None,
 ) -> Path:
     """Write `folder/step-NNNNNN` and return its path. The folder appears complete or not at all.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.parallel.groups.group import RankZero, gather_objects
-from meshwright.parallel.health.watchdog import boot_id
+from meshwright.parallel.health.heartbeat import boot_id
 from meshwright.store.durable import NODE_DISKS, file_system, report_in_one_line
 
 LONGEST_DELAY_S = 60.0
@@ -30,9 +30,6 @@ def find_folder_ranks(folder: Path, rank_zero: RankZero) -> FolderRanks | None:
 
     All ranks call this together. Raises RunError when rank 0 cannot write there.
     """
-    world = rank_zero.world
-    if world.size == 1:
-        return None
 
     def write_probe() -> Path:
         probe = _find_existing(folder) / f".probe-{secrets.token_hex(8)}"
@@ -44,12 +41,12 @@ def find_folder_ranks(folder: Path, rank_zero: RankZero) -> FolderRanks | None:
     try:
         # Other ranks meet where device and inode are the same, before any of them makes a folder.
         where = "" if _appears(probe) else _identify(folder)
-        places = gather_objects(where, world.process_group)
+        places = gather_objects(where, rank_zero.world.process_group)
     finally:
         if rank_zero.is_here:
             probe.unlink(missing_ok=True)
     together = [rank for rank, other in enumerate(places) if other == where]
-    return FolderRanks(index=together.index(world.index), size=len(together)) if any(places) else None
+    return FolderRanks(index=together.index(rank_zero.world.index), size=len(together)) if any(places) else None
 
 
 def _appears(probe: Path) -> bool:

@@ -33,9 +33,9 @@ from meshwright.spec.errors import CheckpointError, MeshwrightError
 from meshwright.spec.weights.boxes import Box
 from meshwright.store import checkpoint
 from meshwright.store.checkpoint_files import ONE_PROCESS
-from meshwright.store.folder_ranks import FolderRanks
 
 if TYPE_CHECKING:
+    from meshwright.store.folder_ranks import FolderRanks
     from meshwright.store.mirror import Mirror
 
 
@@ -186,7 +186,7 @@ class Saver:
         saved: Callable[[int, Path], None],
         begun: Callable[[], None] = lambda: None,
         mirror: "Mirror | None" = None,
-        sharing: FolderRanks | None = None,
+        sharing: "FolderRanks | None" = None,
     ) -> None:
         self.folder, self.keep_last, self.group, self.saved, self.begun = folder, keep_last, group, saved, begun
         self.mirror, self.sharing = mirror, sharing

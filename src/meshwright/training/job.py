@@ -30,7 +30,6 @@ from meshwright.spec.recipe.recipe import UNREAD, DataRead
 from meshwright.store import checkpoint, checkpoint_folder
 from meshwright.store.default_folders import drop_unbegun, explain_new_run, find_begun_run, is_open, settle_run
 from meshwright.store.durable import replace_file, report_in_one_line
-from meshwright.store.folder_ranks import FolderRanks, find_folder_ranks
 from meshwright.store.model_weights import base_fingerprint
 from meshwright.store.run_folder import RunFolder, RunLock
 from meshwright.training import device as devices
@@ -43,6 +42,7 @@ from meshwright.training.step.state import DATA_KEYS, STATE_KEYS, TEXT, check_we
 from meshwright.training.step.watch import Forecast
 
 if TYPE_CHECKING:
+    from meshwright.store.folder_ranks import FolderRanks
     from meshwright.store.mirror import StoredRun
 
 log = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ class Job:
     """About checkpoints that do not fit, on rank 0."""
     stored_step: int | None
     """Newest step in the plan's store when the job began, on rank 0. None = the store had none."""
-    sharing: FolderRanks | None
+    sharing: "FolderRanks | None"
     """The ranks that see this rank's run folder. None = all see one."""
     fetched: Path | None = None
     """Checkpoint that was brought from the plan's store, to each machine. None = none was needed."""
@@ -205,7 +205,11 @@ def open_job(
     stored_step = rank_zero.run(lambda: check_resume(plan, resume))
     # Every rank uploads, and machines may differ in credentials and installed libraries.
     agree(lambda: None if rank_zero.is_here else check_rights(plan), mesh["world"].process_group)
-    sharing = find_folder_ranks(Path(plan.run).parent if is_open(plan.run) else Path(plan.run), rank_zero)
+    sharing = None
+    if mesh["world"].size > 1:
+        from meshwright.store.folder_ranks import find_folder_ranks
+
+        sharing = find_folder_ranks(Path(plan.run).parent if is_open(plan.run) else Path(plan.run), rank_zero)
     if sharing is not None:
         check_without_common_folder(plan, resume)
 

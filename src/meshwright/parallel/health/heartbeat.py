@@ -6,6 +6,7 @@ another thread, once a second: phases are functions known by name. So the code o
 
 import gc
 import json
+import os
 import sys
 import threading
 import time
@@ -278,3 +279,11 @@ def _innermost(frames: list[FrameType]) -> str:
             path = Path(frame.f_code.co_filename)
             return f"{'/'.join(path.parts[-2:])}:{frame.f_lineno} in {frame.f_code.co_name}"
     return ""
+
+
+def boot_id() -> str:
+    """Return a key that is equal for all processes of a machine, in containers too."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return os.uname().nodename

@@ -28,13 +28,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from random import Random
 from types import FrameType, TracebackType
 
 import torch.distributed as dist
 
-from meshwright.parallel.health.heartbeat import COMPILE, Beat, HeartbeatWatch
+from meshwright.parallel.health.heartbeat import COMPILE, Beat, HeartbeatWatch, boot_id
 from meshwright.parallel.health.slow_ranks import SlowRanks
 from meshwright.spec.errors import RunError
 
@@ -513,11 +512,3 @@ def _machine() -> str:
         return f"{boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return boot_id()
-
-
-def boot_id() -> str:
-    """Return a key that is equal for all processes of a machine, in containers too."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return os.uname().nodename
