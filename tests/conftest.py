@@ -122,7 +122,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests marked `gpu` are skipped, with the reason, where there is no CUDA device. `--fast`, `--part` take some."""
     wanted = config.getoption("--part")
     if wanted or config.getoption("--fast"):
-        parts = (part(items, name) for name in (wanted or "").split(","))
+        names = wanted.split(",") if wanted else []
+        if unknown := set(names) - {"short", "long", "matrix"}:
+            raise pytest.UsageError(f"--part {unknown.pop()} is not known: take short, long, matrix, or several")
+        parts = (part(items, name) for name in names)
         chosen = fast(items) if config.getoption("--fast") else set().union(*parts)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
