@@ -55,3 +55,14 @@ def test_views_take_nothing_and_what_is_let_go_is_gone() -> None:
         del a, b
         torch.ones(2 * WIDTH)
     assert watch.peak_bytes == 8 * WIDTH and sum(size for _, size in watch.events()) == 0
+
+
+def test_what_is_freed_after_a_watch_is_closed_is_no_event() -> None:
+    """A sum over events and another one later agree, although threads free tensors in between."""
+    with StorageWatch() as watch:
+        lasting = [torch.ones(WIDTH) for _ in range(3)]
+    watch.close()
+    before = list(watch.events())
+    lasting.clear()
+    assert list(watch.events()) == before == [(0, 4 * WIDTH), (1, 4 * WIDTH), (2, 4 * WIDTH)]
+    assert watch.now == 3 and all(record.died < 0 for record in watch.records)

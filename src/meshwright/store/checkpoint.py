@@ -14,6 +14,7 @@ All random states of a process are saved as plain tensors, so that a resumed run
 import errno
 import json
 import logging
+import platform
 import random
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -169,7 +170,8 @@ def save(
         # A full disk gets a remedy; anything else is a fault or an interrupt.
         if not isinstance(error, OSError):
             raise
-        failure = _save_error(target, error, sum(t.numel() * t.element_size() for t in tensors.values()))
+        needed_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
+        failure = _save_error(target, error, needed_bytes, platform.node() if sharing else "")
         failure.reported_elsewhere = _rank(group) > 0
         raise failure from None
     if sharing is None:
@@ -186,7 +188,7 @@ def save(
             checkpoint_folder.remove_older_parts(folder, step, under_way)
         except OSError as error:
             checkpoint_folder.discard(saving)
-            raise _save_error(target, error, commits[0].size_bytes) from None
+            raise _save_error(target, error, commits[0].size_bytes, platform.node()) from None
 
     agree(commit_parts if owns_folder else lambda: None, group)
     return target
@@ -333,7 +335,8 @@ class _Planner(dcp.DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
-def _save_error(target: Path, error: OSError, needed_bytes: int) -> CheckpointError:
+def _save_error(target: Path, error: OSError, needed_bytes: int, host: str) -> CheckpointError:
+    """Return the error of a save with its remedy. `host` names the machine where each has a disk of its own."""
     nearest_folder = next(path for path in (target.parent, *target.parent.absolute().parents) if path.is_dir())
     reason = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
     free = f"it needs {gib(needed_bytes)} and {gib(shutil.disk_usage(nearest_folder).free)} are free"
@@ -344,7 +347,8 @@ def _save_error(target: Path, error: OSError, needed_bytes: int) -> CheckpointEr
     else:
         advice = "free some space" if error.errno in _SPACE else "fix that"
         advice += " and resume" if remaining else f", or choose another {argument('run')}"
-    return CheckpointError(f"checkpoint {target} could not be saved: {reason}; {free}{remaining}: {advice}")
+    where = f" on {host}" if host else ""
+    return CheckpointError(f"checkpoint {target} could not be saved{where}: {reason}; {free}{remaining}: {advice}")
 
 
 def _check_same(checkpoint: Path, tensors: Mapping[str, Tensor], saved: dict[str, Kind], everyone: set[str]) -> None:

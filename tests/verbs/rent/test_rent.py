@@ -157,9 +157,10 @@ def test_a_long_front_is_thinned(capsys: Capture) -> None:
         lines = capsys.readouterr().out.splitlines()
         return [line for line in lines if " x " in line and line.lstrip().startswith("$")]
 
-    assert len(rows("--all")) == len(printed_document["front"]) and len(rows()) == ROWS
-    assert set(rows()) < set(rows("--all"))
-    assert {rows()[0], rows()[-1]} == {rows("--all")[0], rows("--all")[-1]}
+    every, thinned = rows("--all"), rows()
+    assert len(every) == len(printed_document["front"]) and len(thinned) == ROWS
+    assert set(thinned) < set(every)
+    assert {thinned[0], thinned[-1]} == {every[0], every[-1]}
 
 
 def test_a_users_prices_and_what_nobody_lists(tmp_path: Path, capsys: Capture) -> None:

@@ -111,6 +111,7 @@ class Watched:
             program.rest()
             # Again, for states that the optimizer made in its last step.
             label_states(watch, program.state)
+        watch.close()
         label_rest(watch, self._parameter_shapes(), program.plan.layout)
         return self._summarize()
 

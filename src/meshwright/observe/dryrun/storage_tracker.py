@@ -88,9 +88,9 @@ class StorageWatch(compat.DispatchMode):
         self.records: list[StorageRecord] = []
         self.phases: list[ProgramPhase] = [ProgramPhase("start", 0)]
         self.module = ""
-        # Millions of events: arrays take 8 bytes each, where a list of tuples would take a hundred.
-        self._event_record = array("q")
-        self._event_bytes = array("q")
+        # Numbers of records and changes in bytes by turns. Millions of events: an array takes 16 bytes for each, where
+        # a list of tuples would take a hundred. Both go in at once, since a thread of Gloo may free a tensor meanwhile.
+        self._events = array("q")
         self._known: dict[int, tuple[weakref.ref[Any], StorageRecord]] = {}
         self._alive = 0
         self.peak_bytes = 0
@@ -151,20 +151,24 @@ class StorageWatch(compat.DispatchMode):
 
     def enter(self, name: str) -> None:
         """Start a phase."""
-        self.phases.append(ProgramPhase(name, len(self._event_record)))
+        self.phases.append(ProgramPhase(name, self.now))
+
+    def close(self) -> None:
+        """Follow no storage any more: what is freed later is no event, and every reader finds the same ones."""
+        self._known.clear()
 
     @property
     def now(self) -> int:
         """Number of the next event."""
-        return len(self._event_record)
+        return len(self._events) // 2
 
     def rise(self, start: int) -> int:
         """Return the highest total since event `start`, beyond the bytes held before it."""
-        return max(accumulate(self._event_bytes[start:], initial=0))
+        return max(accumulate(self._events[2 * start + 1 :: 2], initial=0))
 
     def events(self) -> Iterator[tuple[int, int]]:
         """Iterate over (number of a record, change in bytes), in order."""
-        return zip(self._event_record, self._event_bytes, strict=True)
+        return zip(self._events[::2], self._events[1::2], strict=True)
 
     def _add_record(self, shape: tuple[int, ...], dtype: torch.dtype, size: int, operation: Any) -> StorageRecord:
         line, outer = _maker_of(sys._getframe(2))
@@ -188,7 +192,7 @@ class StorageWatch(compat.DispatchMode):
         """Record memory inside the operation that has just ended."""
         # It appears after the outputs, since it exists beside them, and dies with the next event.
         record = self._add_record((size,), torch.uint8, self._round(size), operation)
-        record.died, record.death_phase = len(self._event_record), record.phase
+        record.died, record.death_phase = self.now, record.phase
         self._add_event(record, -record.size_bytes)
         record.size_bytes = 0
 
@@ -200,16 +204,17 @@ class StorageWatch(compat.DispatchMode):
         record.size_bytes = size
 
     def _end_record(self, key: int, gone: object) -> None:
+        if key not in self._known:
+            return  # freed on another thread while the watch was closed
         _, record = self._known.pop(key)
-        record.died, record.death_phase = len(self._event_record), len(self.phases) - 1
+        record.died, record.death_phase = self.now, len(self.phases) - 1
         self._add_event(record, -record.size_bytes)
         record.size_bytes = 0
 
     def _add_event(self, record: StorageRecord, size: int) -> None:
         if not size:
             return
-        self._event_record.append(record.number)
-        self._event_bytes.append(size)
+        self._events.extend((record.number, size))
         self._alive += size
         self.peak_bytes = max(self.peak_bytes, self._alive)
 

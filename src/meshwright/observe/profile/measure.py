@@ -150,10 +150,7 @@ def memory_timeline(seen: WatchedRank, watch: StorageWatch, account: AllocatorAc
         step = int(number) if word == "step" else step
         if starts[index] == starts[index + 1]:
             continue
-        part = next(parts, None)
-        if part is None:
-            # Only memory that was given back since the watch was read.
-            break
+        part = next(parts)
         assert part.name == phase.name
         stretch = stretches[index] or Stretch(name=part.name, allocated_bytes=part.peak_bytes, reserved_bytes=0)
         peaks.append(TimelinePeak(step=step, kinds=part.kinds, **asdict(stretch)))
@@ -440,7 +437,7 @@ def profile(plan: Plan, *, steps: int = STEPS, progress: Callable[[str], None] |
     try:
         ranks = on_ranks(plan.layout.world, _measure_rank, plan, steps, limit_s=LIMIT_S, device=kind)
     except RankError as error:
-        raise _short_error(error) from None
+        raise _short_error(error) from error
     return Profile(plan=plan, ranks=tuple(ranks))
 
 
@@ -482,4 +479,5 @@ def _short_error(error: RankError) -> Exception:
     kind, _, words = last.partition(": ")
     if kind.endswith("DoesNotFit") or "out of memory" in last.lower() or "can't allocate memory" in last:
         return DoesNotFit(f"{head}: {words or last}")
-    return RunError(f"{head} failed: {words if '.errors.' in kind else last}")
+    is_foreseen = ".errors." in kind
+    return RunError(f"{head} failed: {words if is_foreseen else f'{last} (run with --debug for the traceback)'}")
