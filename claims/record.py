@@ -15,6 +15,8 @@ from claims.table import Claim, ClaimsError
 from meshwright import __version__
 
 PACKAGES = ("torch", "transformers", "tokenizers", "trl")
+VECTORS = (("amx_bf16", "AMX"), ("avx512_bf16", "AVX512-BF16"), ("avx512f", "AVX512"), ("avx2", "AVX2"))
+"""Flag of Linux -> instructions, the widest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,11 +140,17 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _processor() -> str:
+    """Name of the processor, with its family, model and widest vectors: hypervisors give several of them one name."""
+    lines: dict[str, str] = {}
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            lines.setdefault(key.strip(), value.strip())
+    name = lines.get("model name") or platform.processor() or platform.machine()
+    flags = lines.get("flags", "").split()
+    details = [f"{key.removeprefix('cpu ')} {lines[key]}" for key in ("cpu family", "model") if key in lines]
+    details += [text for flag, text in VECTORS if flag in flags][:1]
+    return f"{name} ({', '.join(details)})" if details else name
 
 
 def _accelerators() -> list[str]:
