@@ -43,7 +43,7 @@ DEFAULTS = (
     Default(
         name="GOMP_SPINCOUNT",
         value="1000",
-        why="waiting threads sleep soon: 5% slower alone, 8 times faster where another program wants a core too",
+        why="waiting threads sleep soon: 5 to 25% slower alone, 2 to 8 times faster beside other programs",
         others=("OMP_WAIT_POLICY",),
     ),
     Default(
