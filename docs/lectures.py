@@ -104,8 +104,9 @@ class Workspace:
 
     def run(self, command: str) -> Outcome:
         """Run a command to its end; one that takes more than half an hour fails."""
-        # Launchers choose free ports, so that two of them can run side by side.
-        environment = {**os.environ, "PET_STANDALONE": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+        # Launchers choose free ports, so that two of them can run side by side. `make` installs nothing anew.
+        settings = {"PET_STANDALONE": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "VENV": sys.prefix}
+        environment = {**os.environ, **settings}
         began = time.monotonic()
         try:
             ended = subprocess.run(
