@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.verbs import faults, toy
+from meshwright.verbs.drill import faults as drill
+from tests.verbs import toy
 from tests.verbs.faults import In
 from tests.verbs.launched import launch
 
@@ -96,17 +97,18 @@ class Paused:
         reading, writing = os.pipe()
         if os.fork() == 0:  # who wakes it up must run on
             os.setsid()
-            os.read(reading, 1)
-            time.sleep(self.seconds)
-            os.kill(os.getppid(), signal.SIGCONT)
+            os.close(writing)  # so that the end of the rank ends the wait
+            if os.read(reading, 1):
+                time.sleep(self.seconds)
+                os.kill(os.getppid(), signal.SIGCONT)
             os._exit(0)
 
-        def pause(named: dict[str, Any]) -> None:
+        def pause(passed: drill.Passed, run: Path) -> None:
             os.write(writing, b"x")
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        faults.pause = pause  # type: ignore[attr-defined]
-        In(STEP, "pause", BAD)(rank)
+        mark = Path(tempfile.mkdtemp()) / "mark"
+        drill.disturb(drill.Fault(name="pause", what="", says="", act=pause), STEP, mark, Path())
 
 
 def run(fault: Callable[[int], None], folder: Path, *options: str) -> tuple[list[int], str, float]:
@@ -155,7 +157,7 @@ def measure(stall_s: float, pause_s: float, limit_s: float) -> dict[str, Any]:
         )
         for name, act, options, pattern in (
             ("dead", "die", (), "rank 1 died without a word"),
-            ("hung", "sleep", (f"--hang-after={limit_s:g}",), r"rank 1 has stood still for (\d+) s"),
+            ("hung", "hang", (f"--hang-after={limit_s:g}",), r"rank 1 has stood still for (\d+) s"),
         ):
             codes, errors, seconds = run(In(STEP, act, BAD), Path(folder, name), *options)
             seen = re.search(pattern, errors)

@@ -11,18 +11,20 @@ import pytest
 import torch
 
 from meshwright.compat import torch_compile
+from meshwright.observe.profile import measure as measuring
 from meshwright.observe.profile.allocator import POINTS, thin_curve
 from meshwright.observe.profile.clock import CollectiveCall, HostClock, WaitSpan
 from meshwright.observe.profile.measure import FIRST, Profile, RankProfile, _Rounds, gather_profile, measure
 from meshwright.observe.profile.profile_document import profile_document, trace
 from meshwright.observe.profile.step_record import PARTS, PASSES, StepRecorder, TimedCall, TimedStep, part_of
-from meshwright.observe.ranks import on_ranks
+from meshwright.observe.ranks import RankError, on_ranks
 from meshwright.observe.shared_document import Ran, parse_document
 from meshwright.parallel import make_mesh
 from meshwright.parallel.blocks.compiling import is_compiled
 from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.parallel.health.heartbeat import Heartbeat
-from meshwright.spec import Layout, Plan
+from meshwright.spec import Layout, Plan, presets
+from meshwright.spec.errors import RunError
 from meshwright.spec.layout.schedule import Action, schedule
 from meshwright.training import loop
 from meshwright.verbs.main import main
@@ -294,3 +296,14 @@ def test_one_rank_is_not_sent_anywhere(profiles: dict[str, Profile]) -> None:
     mine: RankProfile = profiles["1f1b"].ranks[0]
     alone = gather_profile(mine, plan(Layout()))
     assert alone is not None and alone.ranks == (mine,)
+
+
+def test_an_error_of_a_rank_that_nobody_foresaw_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **keywords: object) -> None:
+        raise RankError('rank 0 of 2:\nTraceback:\n  File "a.py", line 1\nIndexError: list index out of range\n')
+
+    monkeypatch.setattr(measuring, "on_ranks", fail)
+    with pytest.raises(RunError, match="list index out of range") as raised:
+        measuring.profile(Plan(model=presets.model("llama-tiny"), layout=Layout(dp_replicate=2)))
+    assert "(run with --debug for the traceback)" in str(raised.value)
+    assert 'File "a.py", line 1' in str(raised.value.__cause__)

@@ -1,6 +1,9 @@
 """Whatever kills a save, and whenever: the folder holds a checkpoint that loads and is whole."""
 
+import errno
 import json
+import os
+import platform
 import random
 import time
 from itertools import pairwise
@@ -9,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.store import checkpoint
+from meshwright.spec.errors import CheckpointError
+from meshwright.store import checkpoint, checkpoint_folder
+from meshwright.store.folder_ranks import FolderRanks
 from tests.store import saving
 
 
@@ -68,6 +73,21 @@ def test_full_disk(tmp_path: Path) -> None:
     if code == saving.SKIPPED:
         pytest.skip("mounting a small disk needs root")
     assert code == 0
+
+
+@pytest.mark.parametrize("sharing", [None, FolderRanks(index=0, size=1)])
+def test_a_failed_save_names_the_machine_where_each_has_its_own_disk(
+    sharing: FolderRanks | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def commit(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint_folder, "commit", commit)
+    with pytest.raises(CheckpointError, match="could not be saved") as raised:
+        checkpoint.save(
+            tmp_path, step=1, tensors=saving.tensors_of(1, 0.01), values={}, score=None, keep_last=1, sharing=sharing
+        )
+    assert (f" on {platform.node()}: No space left" in str(raised.value)) == (sharing is not None)
 
 
 def test_file_size_limit(tmp_path: Path) -> None:
