@@ -19,7 +19,7 @@ from tests.store import saving
 from tests.training import running
 
 NO_TIME = dict.fromkeys(PARTS, 0.0)
-OPTIONS: dict[str, Any] = {"steps": 1000, "checkpoint_every": 8, "eval_every": 0}
+OPTIONS: dict[str, Any] = {"steps": 3000, "checkpoint_every": 8, "eval_every": 0}
 
 
 def write_accounts(path: Path, *changes: dict[str, Any]) -> None:
