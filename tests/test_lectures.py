@@ -80,6 +80,23 @@ def test_states_take_sixteen_bytes_a_parameter(
     assert sum(actual.values()) == 16
 
 
+@pytest.mark.parametrize(("model", "serve_gb", "train_gb"), [("8b", 16, 60), ("70b", 140, 500), ("405b", 810, 3250)])
+def test_bytes_to_serve_and_to_train(model: str, serve_gb: int, train_gb: int) -> None:
+    """The second course's table: weights of 2 bytes; weights, gradients and moments of 8 with fp32 gradients."""
+    parameters = num_parameters(presets.model(f"llama-3.1-{model}"))
+    assert 2e-9 * parameters == pytest.approx(serve_gb, rel=0.01)
+    assert (2 + 4 + 1 + 1) * 1e-9 * parameters == pytest.approx(train_gb, rel=0.13)
+
+
+def test_one_sequence_of_a_1b_can_exceed_50_gb() -> None:
+    """16 layers of 34 s b h + 5 a s^2 b bytes, by hand; with fused attention a twentieth."""
+    shape = presets.model("llama-3.2-1b")
+    paper = [16 * (34 * sequence * 2048 + 5 * 32 * sequence**2) for sequence in (4096, 8192)]
+    assert [sequence_bytes / 2**30 for sequence_bytes in paper] == pytest.approx([44.25, 168.5])
+    block = layer(local_shape(shape, MESHWRIGHT, Layout(), 8192, 1, 2, gpu=True))
+    assert 16 * block.kept_bytes("none") < paper[1] / 20
+
+
 def test_global_batch_is_micro_batch_times_accumulation_times_data_parallel() -> None:
     """The lectures' example: 1,024 = 2 x 4 x 128."""
     assert Layout(micro_batch=2, dp_replicate=128).micro_batches(1024) == 4

@@ -11,6 +11,7 @@ import pytest
 from meshwright.interface.process.launch import PHASES, READS
 from meshwright.parallel.health.heartbeat import WORK, Beat, Heartbeat, HeartbeatWatch, SlowRank
 from meshwright.parallel.health.slow_ranks import SlowRanks
+from meshwright.parallel.health.watchdog import SAMPLE_S
 
 Work = Callable[[int, int], float]
 """(rank, second) -> seconds of work in each step of that second."""
@@ -115,3 +116,25 @@ def test_work_is_the_time_in_a_step_outside_of_collectives() -> None:
     assert (beat.timed, beat.steps_s) == (6, 1.2)
     assert beat.work_s == pytest.approx(12 * 0.03, rel=0.35)
     assert "evaluate" not in WORK and "save" not in WORK and "data" in WORK
+
+
+def test_a_sample_makes_few_calls_and_comes_at_most_a_hundred_times_a_second() -> None:
+    """What keeps sampling below a thousandth of a step: it takes the interpreter from the thread that computes."""
+    assert SAMPLE_S * 0.5 >= 0.01  # the shortest random pause between two samples
+
+    def calls_at(depth: int) -> int:
+        """Python and C calls of one sample of a thread that is `depth` functions deep."""
+        if depth:
+            return calls_at(depth - 1)
+        sampler = threading.Thread(target=HeartbeatWatch(Heartbeat(), PHASES, READS).sample)
+        events: list[str] = []
+        threading.setprofile(lambda frame, event, argument: events.append(event))
+        try:
+            sampler.start()
+            sampler.join()
+        finally:
+            threading.setprofile(None)  # type: ignore[arg-type]  # what ends it
+        return sum(event in ("call", "c_call") for event in events)
+
+    shallow, deep = calls_at(10), calls_at(110)
+    assert 0 < deep - shallow <= 5 * 100 and shallow < 600

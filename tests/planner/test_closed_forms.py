@@ -1,19 +1,24 @@
 """Closed forms of papers, exact: S, B, D, H, L, V as in docs/notation.md, t the tensor-parallel degree."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+import torch
 
+from benchmarks.bytes_moved import Counting
+from meshwright.kernels.attention.attend import Mask, attend_reference
 from meshwright.planner.accuracy.published_stacks import MEGATRON_2022
 from meshwright.planner.cost.block import LayerWork, embedding, head, layer
 from meshwright.planner.cost.micro_batch import local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
-from meshwright.planner.cost.work import AttentionCore
+from meshwright.planner.cost.work import AttentionCore, MemoryPass
 from meshwright.planner.explain import caveats
 from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.planner.memory.rank_memory import in_flight, leading
 from meshwright.planner.step.predict import build_estimator, predict
+from meshwright.spec import presets
 from meshwright.spec.layout.cluster import Cluster
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.model.shape import ModelShape
@@ -161,3 +166,60 @@ def test_reference_kernels_are_named_as_plain_code() -> None:
     ]
     assert not any("kernels" in sentence for sentence in caveats(predict(plans[0])))
     assert "layout.kernels=reference is plain code" in caveats(predict(plans[1]))[0]
+
+
+def test_reference_attention_moves_what_its_operators_move() -> None:
+    """Planned bytes that grow with S^2, beside those that torch's operators read and write."""
+    heads, head_dim = 4, 32
+    shape = replace(GPT, hidden=heads * head_dim, heads=heads, kv_heads=heads)
+
+    def counted(sequence: int) -> list[int]:
+        q, k, v = (torch.randn(1, sequence, heads, head_dim, requires_grad=True) for _ in range(3))
+        forward, backward = Counting(), Counting()
+        with forward.counting():
+            attended = attend_reference(q, k, v, Mask(), scale=0.1)
+        with backward.counting():
+            attended.backward(torch.ones_like(attended))  # type: ignore[no-untyped-call]
+        return [counts.moved.total() - counts.moved["bmm"] for counts in (forward, backward)]
+
+    def planned(sequence: int, compile: Literal["on", "off"]) -> list[float]:
+        local = local_shape(shape, MESHWRIGHT, Layout(kernels="reference", compile=compile), sequence, 1, 4)
+        core = next(operation for operation in layer(local).operations if operation.name == "attention")
+        return [
+            sum(work.moved_bytes for work in works if isinstance(work, MemoryPass))
+            for works in (core.forward, core.inputs)
+        ]
+
+    def per_score(shorter: Sequence[float], longer: Sequence[float]) -> list[float]:
+        """Bytes per score without what grows with S, from lengths of 512 and 1,024."""
+        return [(more - 2 * less) / (1024**2 - 2 * 512**2) / heads for less, more in zip(shorter, longer, strict=True)]
+
+    operators = per_score(counted(512), counted(1024))
+    assert operators == pytest.approx([24, 28], abs=1)  # beside them the mask, a byte for all heads
+    assert per_score(planned(512, "off"), planned(1024, "off")) == pytest.approx(operators, rel=0.04)
+    compiled = per_score(planned(512, "on"), planned(1024, "on"))
+    assert 8 <= compiled[0] <= operators[0] and 12 <= compiled[1] <= operators[1]  # at least each tensor once
+
+
+def test_reference_kernels_cost_more_the_longer_the_sequence() -> None:
+    """A GPU's fp32 scores take ever more of a step in bf16, whose fused attention writes none."""
+
+    def step_s(sequence: int, kernels: Literal["auto", "reference"]) -> float:
+        recipe = Recipe(sequence=sequence, global_batch=1, precision="bf16")
+        layout, gpu = Layout(kernels=kernels), presets.cluster("h100x1")
+        return predict(Plan(model=presets.model("llama-3.2-1b"), recipe=recipe, layout=layout, cluster=gpu)).step_s
+
+    slower = [step_s(sequence, "reference") / step_s(sequence, "auto") for sequence in (512, 1024, 2048, 4096)]
+    assert slower[0] > 1 and slower == sorted(slower) and slower[-1] > 2
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_products_of_fp32_are_planned_in_fp32(experts: bool) -> None:
+    """The head's and the experts' too: at the rate of bf16 they would be planned 8 times too fast."""
+    shape = presets.model("mixtral-8x7b") if experts else GPT
+    for precision_width in (2, 4):
+        local = local_shape(shape, MESHWRIGHT, Layout(), S, 1, precision_width, gpu=True)
+        operations = (*layer(local, routed=experts).operations, *head(local).operations)
+        products = [work for each in operations for works in (each.forward, each.inputs, each.weights) for work in works
+                    if isinstance(work, Product) and each.name != "router"]  # fmt: skip
+        assert len(products) > 10 and {product.width for product in products} == {precision_width}

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from meshwright.data import prepare
 from meshwright.data.sequences.numbered_rows import numbered_rows
+from meshwright.data.stored.encoding import prepare_store
 from meshwright.interface.trained.opening import load
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import Mesh
@@ -58,6 +59,17 @@ def test_all_tokens_kept_teach_what_the_teacher_does(teacher: Path, tmp_path: Pa
     right = trained(asked)
     every = replace(asked.recipe, distillation_top_k=SHAPE.vocab)
     for curve, other in zip(trained(replace(asked, run=str(tmp_path / "kept"), recipe=every)), right, strict=True):
+        assert curve == pytest.approx(other, rel=2e-3)
+
+
+def test_targets_of_a_token_store_teach_what_the_teacher_does(teacher: Path, tmp_path: Path) -> None:
+    online = student_plan(teacher, tmp_path / "online", sequence=16)
+    store = str(tmp_path / "store")
+    prepare_store(online.data, store, processes=1, shard_tokens=500)
+    online = replace(online, data=replace(online.data, path=store))
+    every = replace(online.recipe, distillation_top_k=SHAPE.vocab)
+    stored = trained(replace(online, run=str(tmp_path / "stored"), recipe=every))
+    for curve, other in zip(stored, trained(online), strict=True):
         assert curve == pytest.approx(other, rel=2e-3)
 
 

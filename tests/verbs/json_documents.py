@@ -52,6 +52,7 @@ COMMANDS: dict[str, Command] = {
     "eval": _words("eval run --data texts"),
     "generate": Command(("generate", "run", "--prompt", "def f", "--max-new-tokens", "4", "--greedy")),
     "data-show": _words("data show run/plan.yaml"),
+    "data-prepare": _words("data prepare data=texts data.tokenizer=bytes -o store"),
     "runs": _words("runs run --verify"),
     "launch": _whole("launch model=llama-tiny --to kubernetes -o launched"),
     "export": _whole("export run exported"),

@@ -21,6 +21,12 @@ ROWS, COLUMNS = 64, 2048
 """Rows and columns of a tile of the plain form (kernels/attention/partial.py, parallel/axes/context.py)."""
 STRIP = 512
 """Queries per strip (kernels/attention/varlen.py)."""
+SCORES_MOVED, SCORES_COMPILED = (24, 28), (12, 20)
+"""Bytes moved per fp32 score between the products of the reference kernels, forward and backward.
+
+Uncompiled: scaling, mask and softmax, each read and written, and their gradients (kernels/attention/attend.py,
+attend_reference). Compiled: one loop over a row that reads its inputs twice and writes once.
+"""
 HASH_PASSES = 20
 """Passes over fp32 scores that a mask of dropout takes: ten eager operations on int32 (kernels/norm/dropout.py)."""
 MERGED_BYTES = 18
@@ -54,6 +60,8 @@ def core(local: LocalShape, queries: float, keys_values: float, values: float) -
 
     The widths are dims of a rank's queries, of its keys and values together, of its values.
     """
+    if local.stack.attention == "unfused":
+        return _written(local, queries, values)
     if local.draws_by_tile:
         return _plain(local, queries, keys_values, values)
     if local.cp > 1:
@@ -148,7 +156,7 @@ def _parts_seen(local: LocalShape, parts: int) -> float:
 
 
 def without_weights(local: LocalShape, queries: float, keys_values: float, values: float) -> Core:
-    """Return the work of the core in software that never writes the S x S weights."""
+    """Return the work of the core in Meshwright, or in other software that never writes the S x S weights."""
     if local.stack.is_meshwright:
         return core(local, queries, keys_values, values)
     return eager_parts(local, queries, values) if local.stack.merges == "eager" else fused(local, queries, values, 1)
@@ -178,6 +186,22 @@ def _plain(local: LocalShape, queries: float, keys_values: float, values: float)
     return Core(
         (weigh, MemoryPass((7 + hashed) * scores, (12 + hashed) * tiles), mix),
         (weigh, mix, mix, weigh, weigh, MemoryPass((9 + hashed) * scores, (16 + hashed) * tiles)),
+    )
+
+
+def _written(local: LocalShape, queries: float, values: float) -> Core:
+    """Return the work of the reference kernels, which write all S x S scores in fp32, masked ones too."""
+    pairs, sequence = local.shape.heads / local.tp * local.batch, float(local.sequence)
+    hashed = 4 * HASH_PASSES if local.dropout else 0
+    moved = [pairs * sequence**2 * (each + hashed) for each in (SCORES_COMPILED if local.compiled else SCORES_MOVED)]
+    launches = (1.0, 1.0) if local.compiled else (3.0, 3.0)
+    # Queries, and keys and values repeated for every head, are widened to fp32; gradients take the way back.
+    widened = MemoryPass(local.tokens * (2 * queries + values) * (3 * local.width + 4), 5)
+    weigh = Product(sequence, _dim(local, queries), sequence, pairs, 4.0)
+    mix = Product(sequence, sequence, _dim(local, values), pairs, 4.0)
+    return Core(
+        (widened, weigh, MemoryPass(moved[0], launches[0]), mix),
+        (mix, mix, MemoryPass(moved[1], launches[1]), weigh, weigh, widened),
     )
 
 

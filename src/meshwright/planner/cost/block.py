@@ -188,12 +188,12 @@ def head(local: LocalShape) -> LayerWork:
     A chunked head computes all three products in the forward pass. If log-probabilities are compared, it computes them
     in the backward pass and recomputes the logits.
     """
-    stack, shape = local.stack, local.shape
+    stack, shape, width = local.stack, local.shape, float(local.width)
     vocab = shape.vocab / local.tp
     chunks = local.tokens / activations.head_rows(local)
     laid = activations.head_columns(local) if stack.head_chunk_bytes else vocab
-    product, data = Product(local.tokens, shape.hidden, laid), Product(local.tokens, laid, shape.hidden)
-    weight = Product(shape.hidden, local.tokens, laid)
+    product = Product(local.tokens, shape.hidden, laid, width=width)
+    data, weight = product._replace(k=laid, n=shape.hidden), product._replace(m=shape.hidden, k=local.tokens)
     enter = exchanges.enter(local, alone=bool(stack.head_chunk_bytes))
     read = local.width if stack.loss_in_place and local.gpu else 4
     softmax = MemoryPass(local.tokens * vocab * 3 * read * stack.passes * stack.loss_passes, 4)
@@ -201,7 +201,7 @@ def head(local: LocalShape) -> LayerWork:
     if stack.head_chunk_bytes:
         summed: tuple[Work, ...] = (weight, MemoryPass(chunks * vocab * shape.hidden * SUMMED_BYTES))
         if local.gpu and stack.is_meshwright:  # the product itself adds to the sum of all chunks
-            summed = (Product(shape.hidden, local.tokens / chunks, laid, moved=SUMMED_BYTES, calls=ceil(chunks)),)
+            summed = (weight._replace(k=local.tokens / chunks, moved=SUMMED_BYTES, calls=ceil(chunks)),)
         forward: tuple[Work, ...] = (product, softmax, data, *(() if shape.freezes_head else summed))
         parts = ceil(chunks)
         each = (

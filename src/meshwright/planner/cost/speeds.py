@@ -104,7 +104,7 @@ ENGINE_UNALIGNED_SHARE = 0.155
 
 GPT-2's head of 50,257 words takes 4.96 ms for a chunk of 2,521 rows (kernels of an older generation).
 """
-ENGINE_TF32_SHARE = 0.56
+ENGINE_TF32_SHARE = 0.63
 """Products and attention of an fp32 step with TF32, together."""
 ENGINE_POWER = (1.94, 1.0)
 """Argument of Speeds.slowed."""

@@ -291,7 +291,7 @@ def grouped(local: LocalShape, name: str, copies: float, into: float, out: float
     thin = thin_products(local, name, rows_each, into, out, experts / pieces)
     restored = restored_weights(local, name, into, out, experts)
     matrices = experts * into * out
-    width = 1.0 if local.fp8_all else 2.0 if local.stack.is_meshwright else min(2.0, local.product_width)
+    width = 1.0 if local.fp8_all else float(local.product_width)
     # Fused experts cast nothing between their products: only the first input and the last gradient.
     enters, returns = (
         () if local.stack.fused_experts and name.endswith(inside) else cast(local, copies * size)

@@ -33,6 +33,7 @@ from meshwright.data import Corpus
 from meshwright.data.corpus.corpus import read_json, write_json
 from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.data.sequences.sample_rows import SampleRows
+from meshwright.data.sequences.stored_rows import StoredRows
 from meshwright.data.sequences.windows import Sampler
 from meshwright.kernels.loss.linear_divergence import KnownTop
 from meshwright.model.transformer import Predictions
@@ -176,6 +177,8 @@ class TeacherTables:
 
 
 log = logging.getLogger(__name__)
+NumberedOnce = Sampler | SampleRows | StoredRows
+"""Rows of one text or token store, whose numbers are the same in every epoch. A mixture's are not."""
 REPORT_S = 15.0
 """Seconds between two lines of progress."""
 
@@ -198,7 +201,7 @@ def store_targets(
     computed rows are kept. Raises RunError when the disk has no room.
     """
     rows = numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=True)
-    assert isinstance(rows, Sampler | SampleRows), "the rules of objectives refuse mixtures"
+    assert isinstance(rows, NumberedOnce), "the rules of objectives refuse mixtures"
     assert plan.teacher is not None, "a distillation has one"
     tables = TeacherTables(folder=_cache_folder(plan, corpus, device), sizes=sizes_of(plan, len(rows)))
     unread = plan.recipe.tokens_of_run(read) // plan.recipe.sequence - read.rows
@@ -222,7 +225,7 @@ def sizes_of(plan: Plan, rows: int) -> TableSizes:
     return TableSizes(rows=rows, sequence=plan.recipe.sequence, top=top, vocab=vocab)
 
 
-def read_in_order(tables: TeacherTables, rows: Sampler | SampleRows) -> RowReader:
+def read_in_order(tables: TeacherTables, rows: NumberedOnce) -> RowReader:
     """Return a reader of the tables in the order of a run. It raises RunError when they were changed."""
     ids, logs = tables.tables()
 
@@ -261,7 +264,7 @@ def _find_missing(tables: TeacherTables, needed: NDArray[np.int64]) -> NDArray[n
 
 
 def _fill(
-    tables: TeacherTables, missing: NDArray[np.int64], plan: Plan, rows: Sampler | SampleRows, mesh: Mesh,
+    tables: TeacherTables, missing: NDArray[np.int64], plan: Plan, rows: NumberedOnce, mesh: Mesh,
     device: torch.device, rank_zero: RankZero, stop: Interrupt,
 ) -> int:  # fmt: skip
     """Compute missing rows and return their number: all, unless a rank was told to stop."""
@@ -334,7 +337,7 @@ class _ProgressReporter:
 
 
 def _numbered_batches(
-    missing: NDArray[np.int64], rows: Sampler | SampleRows, size: int, share: Share, document_mask: bool,
+    missing: NDArray[np.int64], rows: NumberedOnce, size: int, share: Share, document_mask: bool,
     device: torch.device,
 ) -> Iterator[tuple[Batch, NDArray[np.int64]]]:  # fmt: skip
     """Yield this rank's part of the rows with their numbers: equally many batches of one size on every rank."""
