@@ -10,8 +10,10 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.formats.hub import export_folder, import_folder
 from meshwright.model import Transformer, build
@@ -43,12 +45,16 @@ def loaded(folder: Path) -> Transformer:
     run = import_folder(folder)
     model = build(run.shape, initialize=False).eval()
     places = tensors_of(model)
-    run.load(lambda name, tensor: places[name].detach().copy_(tensor))
+
+    def put(name: str, tensor: Tensor) -> None:
+        places[name].detach().copy_(tensor)
+
+    run.load(put)
     return model
 
 
 @torch.no_grad()
-def measure() -> dict[str, object]:
+def measure() -> dict[str, Any]:
     """Errors of every variant, and the largest of all."""
     variants = {}
     for name in PEERS:

@@ -55,7 +55,7 @@ class Counting(TorchDispatchMode):
     """Bytes read and written, by operator."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
         self.calls: Counter[str] = Counter()
         self.moved: Counter[str] = Counter()
         self.inside_loop = False

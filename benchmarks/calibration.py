@@ -64,20 +64,24 @@ def layout(draw: random.Random, world: int, first: str, routed: bool) -> Layout:
     shared = degrees["dp_shard"] * degrees["cp"] > 1
     pipeline = degrees["pp"] > 1
     return Layout(
-        **degrees,
-        zero=draw.choice((0, 1, 2, 3)) if shared else 0,  # type: ignore[arg-type]
+        dp_replicate=degrees["dp_replicate"],
+        dp_shard=degrees["dp_shard"],
+        tp=degrees["tp"],
+        cp=degrees["cp"],
+        pp=degrees["pp"],
+        zero=draw.choice((0, 1, 2, 3)) if shared else 0,
         sp=degrees["tp"] > 1 and draw.random() < 0.5,
         ep=2 if routed and degrees["dp_shard"] > 1 else 1,
-        schedule=draw.choice(("1f1b", "afab", "zb-h1")) if pipeline else "1f1b",  # type: ignore[arg-type]
+        schedule=draw.choice(("1f1b", "afab", "zb-h1")) if pipeline else "1f1b",
         micro_batch=draw.choice((0, 1, 1, 2)) if not pipeline else draw.choice((1, 2)),
-        recompute=draw.choice(("none", "none", "selective", "full")),  # type: ignore[arg-type]
+        recompute=draw.choice(("none", "none", "selective", "full")),
         compile="off",
     )
 
 
 def plans(count: int, seed: int) -> list[Plan]:
     """So many legal plans; worlds of 1, 2 and 4 in turn, and every axis in turn."""
-    draw, drawn = random.Random(seed), []
+    draw, drawn = random.Random(seed), list[Plan]()
     while len(drawn) < count:
         world = (1, 2, 4)[len(drawn) % 3]
         sequence = draw.choice((128, 256, 512, 1024))
@@ -124,7 +128,7 @@ def main() -> None:
     measured = measure_steps(drawn, Timing(seconds=3.0, least=4, most=15))
     errors = [p / m - 1 for p, m in zip(predicted, measured, strict=True)]
     sizes = [abs(error) for error in errors]
-    figures = {
+    figures: dict[str, Any] = {
         "mean_error": statistics.fmean(sizes),
         "median_error": statistics.median(sizes),
         "largest_error": max(sizes),
@@ -141,7 +145,7 @@ def main() -> None:
     if options.json:
         print(json.dumps(figures))
         return
-    for row in figures["plans"]:  # type: ignore[union-attr]
+    for row in figures["plans"]:
         print(
             f"{row['predicted_s']:7.3f} s predicted {row['measured_s']:7.3f} s measured {row['error']:+7.1%}  "
             f"{row['model']:<10} {row['parameters'] / 1e6:5.1f}M  {row['batch']:>2} x {row['sequence']:<4}  "
@@ -151,7 +155,7 @@ def main() -> None:
         f"mean {figures['mean_error']:.1%}, median {figures['median_error']:.1%}, "
         f"largest {figures['largest_error']:.1%}"
     )
-    print("mean by processes:", {world: f"{error:.1%}" for world, error in figures["mean_by_processes"].items()})  # type: ignore[attr-defined]
+    print("mean by processes:", {world: f"{error:.1%}" for world, error in figures["mean_by_processes"].items()})
 
 
 def described(plan: Plan) -> dict[str, Any]:

@@ -285,7 +285,7 @@ def counted_step(shape: ModelShape, form: str, batch: int, context: int, cache: 
                 layers.logits(x[0]).float()  # as they are copied out of a graph
 
         step()
-        with fake_gpu(counts, context), Counting(counts), _calls(counts):  # type: ignore[no-untyped-call]  # torch has no annotations there
+        with fake_gpu(counts, context), Counting(counts), _calls(counts):
             step()
     return counts
 
@@ -313,11 +313,11 @@ def predicted_s(counts: StepCounts, shape: ModelShape, form: str, batch: int, co
     total = 0.0
     for launch in counts.launches:
         if launch.product is not None:
-            is_head = launch.product[2] == shape.vocab
-            total += kernels.product(*map(float, launch.product), BF16 if is_head else of_form)
+            m, k, n = launch.product
+            total += kernels.product(float(m), float(k), float(n), BF16 if n == shape.vocab else of_form)
         elif launch.name == "paged_rows":
-            sizes = (shape.heads, shape.kv_heads, shape.head_dim)
-            total += kernels.decode(batch, context, *map(float, sizes), 2.0)
+            heads, kv_heads, dim = float(shape.heads), float(shape.kv_heads), float(shape.head_dim)
+            total += kernels.decode(batch, context, heads, kv_heads, dim, cache_width=2.0)
         else:
             total += LAUNCH_US / 1e6 + kernels.moved(launch.read_bytes + launch.written_bytes)
     return total
@@ -340,7 +340,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     shape, device = presets.model(asked.model), presets.device(asked.device)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for form in FORMS:
         for batch in BATCHES:
             counts = counted_step(shape, form, batch, asked.context)

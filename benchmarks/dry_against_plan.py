@@ -16,10 +16,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import mean, median
-from typing import Literal
+from typing import Any, Literal
 
+from meshwright.observe.dryrun.rank_run import WatchedRank
 from meshwright.observe.dryrun.simulate import dry_run
-from meshwright.planner.step.predict import Prediction, predict
+from meshwright.planner.step.predict import predict
+from meshwright.planner.step.prediction import Prediction
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.layout.layout import RECOMPUTE, rank_of
@@ -79,11 +81,11 @@ def _draw(draw: random.Random, name: str) -> Plan | None:
     try:
         layout = Layout(
             dp_replicate=replicas, dp_shard=dp // replicas, tp=tp, cp=cp, pp=pp, ep=draw.choice(experts), vp=vp,
-            zero=draw.choice((0, 1, 2, 3)), sp=tp > 1 and draw.random() < 0.7,  # type: ignore[arg-type]
+            zero=draw.choice((0, 1, 2, 3)), sp=tp > 1 and draw.random() < 0.7,
             context=draw.choice(("ring", "all-gather")),
             context_split=draw.choice(("zigzag", "zigzag", "striped", "chunks")),
-            schedule=schedule,  # type: ignore[arg-type]
-            micro_batch=micro, recompute=(again := draw.choice(RECOMPUTE)), compile="off",  # type: ignore[arg-type]
+            schedule=schedule,  # type: ignore[arg-type]  # the keys of KINDS are its words
+            micro_batch=micro, recompute=(again := draw.choice(RECOMPUTE)), compile="off",
             recompute_layers=draw.choice((0, 0, 1, 2, 5)) if again != "none" else 0,
         )  # fmt: skip
         recipe = Recipe(
@@ -95,7 +97,7 @@ def _draw(draw: random.Random, name: str) -> Plan | None:
     return Plan(model=shape, layout=layout, recipe=recipe, cluster=presets.cluster("h100x8"))
 
 
-def compared(plan: Plan) -> list[dict[str, object]]:
+def compared(plan: Plan) -> list[dict[str, Any]]:
     """For each rank: bytes by kind as planned and as dry-run."""
     prediction = predict(plan)
     places = sorted({0, plan.layout.pp - 1, prediction.worst.pp_rank})
@@ -105,30 +107,26 @@ def compared(plan: Plan) -> list[dict[str, object]]:
     return [_row(prediction, stage, seen) for stage, seen in zip(places, run.ranks, strict=True)]
 
 
-def _row(prediction: Prediction, stage: int, seen: object) -> dict[str, object]:
+def _row(prediction: Prediction, stage: int, seen: WatchedRank) -> dict[str, Any]:
     memory = prediction.memory[stage]
     planned = memory.total_bytes - sum(memory.kinds[kind] for kind in LATER)
-    peak = seen.peak_bytes  # type: ignore[attr-defined]
-    kinds = {
-        kind: (memory.kinds.get(kind, 0.0), seen.kinds.get(kind, 0))  # type: ignore[attr-defined]
-        for kind in PLANNED  # type: ignore[attr-defined]
-        if kind not in LATER
-    }
+    peak = seen.peak_bytes
+    kinds = {kind: (memory.kinds.get(kind, 0.0), seen.kinds.get(kind, 0)) for kind in PLANNED if kind not in LATER}
     return {
         "place": stage, "planned": planned, "dry": peak, "error": planned / peak - 1,
-        "when": (memory.when, seen.when),  # type: ignore[attr-defined]
-        "kinds": kinds, "largest": [str(large) for large in seen.largest],  # type: ignore[attr-defined]
+        "when": (memory.when, seen.when),
+        "kinds": kinds, "largest": [str(large) for large in seen.largest],
     }  # fmt: skip
 
 
-def rows(plans: list[Plan], only: set[int]) -> Iterator[dict[str, object]]:
+def rows(plans: list[Plan], only: set[int]) -> Iterator[dict[str, Any]]:
     """Of each plan."""
     for number, plan in enumerate(plans):
         if only and number not in only:
             continue
         begun = time.perf_counter()
         ranks = compared(plan)
-        planned, dry = (max(float(rank[key]) for rank in ranks) for key in ("planned", "dry"))  # type: ignore[arg-type]
+        planned, dry = (max(float(rank[key]) for rank in ranks) for key in ("planned", "dry"))
         yield {
             "number": number, "plan": words(plan), "planned": planned, "dry": dry, "error": planned / dry - 1,
             "ranks": ranks, "seconds": time.perf_counter() - begun,
@@ -155,12 +153,12 @@ def words(plan: Plan) -> str:
     return f"{num_parameters(plan.model) / 1e9:.0f}B {' '.join(fields)}"
 
 
-def show(row: dict[str, object], detail: bool) -> None:
+def show(row: dict[str, Any], detail: bool) -> None:
     """A line for a plan; with `detail` the kinds of each rank."""
     gib = 2**30
-    sizes = f"{row['planned'] / gib:8.2f} {row['dry'] / gib:8.2f} GiB"  # type: ignore[operator]
+    sizes = f"{row['planned'] / gib:8.2f} {row['dry'] / gib:8.2f} GiB"
     print(f"{row['number']:3} {row['error']:+7.1%} {sizes}  {row['plan']}  ({row['seconds']:.0f} s)", flush=True)
-    for rank in row["ranks"] if detail else ():  # type: ignore[attr-defined]
+    for rank in row["ranks"] if detail else ():
         print(f"      pp {rank['place']}: {rank['error']:+.1%} {rank['when']}")
         for kind, (planned, dry) in rank["kinds"].items():
             if planned or dry:
@@ -185,7 +183,7 @@ def main() -> None:
         collected.append(row)
         if not asked.json:
             show(row, asked.detail)
-    errors = [abs(float(row["error"])) for row in collected]  # type: ignore[arg-type]
+    errors = [abs(float(row["error"])) for row in collected]
     total = {
         "plans": len(collected),
         "mean": mean(errors),

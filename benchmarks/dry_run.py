@@ -129,7 +129,7 @@ def evenly(router: Router, scores: Tensor) -> Tensor:
 def measured(plans: Sequence[Plan], times: int) -> list[list[tuple[int, list[Counts]]]]:
     """On one rank: for each plan and time the peak that the recorder saw, and what each step sent."""
     torch.set_num_threads(1)
-    Router._choose = evenly  # type: ignore[method-assign]
+    Router._choose = evenly  # type: ignore[method-assign, assignment]  # in this process alone
     process_groups: ProcessGroups = {}
     peaks = []
     for plan in plans:
@@ -147,7 +147,7 @@ def counted(plan: Plan, times: int) -> tuple[int, list[int]]:
     """On one rank: what libraries keep of a first run for good, and for each later one the peak of all blocks of memory
     beyond those that live before it."""
     torch.set_num_threads(1)
-    Router._choose = evenly  # type: ignore[method-assign]
+    Router._choose = evenly  # type: ignore[method-assign, assignment]  # in this process alone
     process_groups: ProcessGroups = {}
     library, live_bytes = counter(), list[int]()
     assert library is not None

@@ -12,10 +12,12 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from tokenizers import Encoding
 
 from meshwright.data import Corpus, prepare
 from meshwright.data.corpus.pool import count_cores
@@ -37,15 +39,15 @@ def prepared(data: Data, processes: int | None) -> Corpus:
         return prepare(data, cache_root=Path(folder), processes=processes)
 
 
-def measure(data: Data, rounds: int) -> dict[str, object]:
+def measure(data: Data, rounds: int) -> dict[str, Any]:
     """Best MB/s of each contestant, the ratios, and whether all tokens are equal."""
     texts = [document.text for document in Source(data).documents()]
     size = sum(len(text.encode()) for text in texts)
     tokenizer = prepared(data, 1).tokenizer
     batch = library(tokenizer.json)
 
-    def ids(method: Callable[..., list[object]]) -> list[np.ndarray]:
-        return [np.array(encoding.ids, dtype=tokenizer.dtype) for encoding in method(texts, add_special_tokens=False)]  # type: ignore[attr-defined]
+    def ids(method: Callable[..., Sequence[Encoding]]) -> list[np.ndarray]:
+        return [np.array(encoding.ids, dtype=tokenizer.dtype) for encoding in method(texts, add_special_tokens=False)]
 
     contestants: dict[str, Callable[[], object]] = {
         "ours": lambda: prepared(data, None),
@@ -54,7 +56,7 @@ def measure(data: Data, rounds: int) -> dict[str, object]:
         "encode_batch_fast": lambda: ids(batch.encode_batch_fast),
     }
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    results: dict[str, object] = {}
+    results: dict[str, Any] = {}
     for _ in range(rounds):
         for name, run in contestants.items():
             took, results[name] = timed(run)
@@ -74,10 +76,10 @@ def measure(data: Data, rounds: int) -> dict[str, object]:
     }
 
 
-def _equal(results: dict[str, object]) -> bool:
+def _equal(results: dict[str, Any]) -> bool:
     """Whether ours and the library's ids are the same, document by document."""
     ours, theirs = results["ours_one_core_in_memory"], results["encode_batch"]
-    return all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))  # type: ignore[call-overload]
+    return all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def main() -> None:
@@ -94,9 +96,9 @@ def main() -> None:
     if options.json:
         print(json.dumps(result, indent=1))
         return
-    print(f"{result['text_bytes'] / 1e6:.1f} MB in {result['documents']} documents, {result['cores']} cores")  # type: ignore[operator]
-    for name, speed in result["megabytes_per_second"].items():  # type: ignore[attr-defined]
-        print(f"{name:<24} {speed:7.2f} MB/s {result['seconds'][name]:7.2f} s")  # type: ignore[index]
+    print(f"{result['text_bytes'] / 1e6:.1f} MB in {result['documents']} documents, {result['cores']} cores")
+    for name, speed in result["megabytes_per_second"].items():
+        print(f"{name:<24} {speed:7.2f} MB/s {result['seconds'][name]:7.2f} s")
     print(f"ours over the best of tokenizers: {result['ours_over_best']:.2f}x, tokens equal: {result['tokens_equal']}")
 
 

@@ -9,6 +9,7 @@ read from the optimizer's first moment, which after one step without clipping is
 import argparse
 import json
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from meshwright.model import build
 from meshwright.parallel import on_one_device
 from meshwright.spec import Layout, MLAShape, ModelShape, MoEShape, Recipe
-from meshwright.spec.layout.layout import RECOMPUTE
+from meshwright.spec.layout.layout import RECOMPUTE, Recompute
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.step.batches import Batch, split
 from meshwright.training.step.step import train_step
@@ -45,10 +46,10 @@ def batch(sequence: int) -> Batch:
     return Batch(tokens=tokens[:, :-1], targets=targets, valid=int((targets >= 0).sum()))
 
 
-def step(shape: ModelShape, micro_batch: int, recompute: str) -> dict[str, Tensor]:
+def step(shape: ModelShape, micro_batch: int, recompute: Recompute) -> dict[str, Tensor]:
     """Loss and every gradient of one step."""
     model = build(shape, seed=1)
-    engine = on_one_device(model, Layout(recompute=recompute))  # type: ignore[arg-type]
+    engine = on_one_device(model, Layout(recompute=recompute))
     optimizer = Optimizer(model.train().named_parameters(), Recipe())
     whole = batch(shape.max_positions)
     micro_batches = [replace(part, valid=int((part.targets >= 0).sum())) for part in split(whole, micro_batch)]
@@ -59,10 +60,10 @@ def step(shape: ModelShape, micro_batch: int, recompute: str) -> dict[str, Tenso
 
 def relative_difference(values: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The largest over all tensors of |a - b| / |a|, Euclidean norms."""
-    return max(((values[name] - other[name]).norm() / values[name].norm().clamp(min=1e-30)).item() for name in values)
+    return max(float((values[name] - other[name]).norm() / values[name].norm().clamp(min=1e-30)) for name in values)
 
 
-def measure() -> dict[str, object]:
+def measure() -> dict[str, Any]:
     """Per shape: tensors that any recomputation changes, and how far 1 x 8 is from 8 x 1."""
     figures = {}
     for name, shape in SHAPES.items():
@@ -89,7 +90,7 @@ def main() -> None:
     if options.json:
         print(json.dumps(result, indent=1))
         return
-    for name, row in result["shapes"].items():  # type: ignore[attr-defined]
+    for name, row in result["shapes"].items():
         changed, far = row["recompute_differing_tensors"], row["accumulation_relative_difference"]
         print(f"{name:<10} {changed} tensors changed by recomputation, 1 x 8 within {far:.1e} of 8 x 1")
 

@@ -48,7 +48,7 @@ class StalledReads:
             return read(feed, cursor, count)
 
         if rank == BAD:
-            Feed._read = slowly  # type: ignore[method-assign]
+            Feed._read = slowly  # type: ignore[method-assign, assignment]  # in this process alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,9 @@ class SlowCompiler:
 
         from meshwright.model import Transformer
         from meshwright.training import trainer
+        from meshwright.training.step.step import train_step
 
-        stage, train_step, steps = Transformer.stage, trainer.train_step, [0]
+        stage, steps = Transformer.stage, [0]
 
         def backend(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
             time.sleep(self.seconds)
@@ -81,7 +82,8 @@ class SlowCompiler:
             return train_step(*arguments, **named)
 
         if rank == BAD:
-            Transformer.stage, trainer.train_step = compiled, counted  # type: ignore[method-assign]
+            Transformer.stage = compiled  # type: ignore[method-assign, assignment]  # in this process alone
+            trainer.train_step = counted  # type: ignore[attr-defined]  # the trainer looks it up among its own names
 
 
 @dataclass(frozen=True, slots=True)

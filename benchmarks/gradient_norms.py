@@ -32,8 +32,8 @@ from torch import Tensor
 from meshwright.data import prepare
 from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.kernels.attention.varlen import borders_of
+from meshwright.kernels.optimizer.adamw import euclidean_norm
 from meshwright.parallel import make_mesh
-from meshwright.parallel.engine import euclidean_norm
 from meshwright.spec import Data, Layout, Plan, Recipe, presets
 from meshwright.training import device as machine
 from meshwright.training.loop import new_state
@@ -43,7 +43,7 @@ from meshwright.training.step.batches import WHOLE, Batch, PackedRows, split
 from meshwright.training.step.state import TrainState
 from meshwright.training.step.step import MicroPass, Weights, train_step
 
-WAYS = {
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "run": ({}, {}),
     "uncompiled": ({"compile": "off"}, {}),
     "plain": ({"compile": "off", "kernels": "reference"}, {"precision": "fp32"}),
@@ -243,8 +243,8 @@ def main(words: Sequence[str] | None = None) -> int:
               file=sys.stderr if options.json else sys.stdout, flush=True)  # fmt: skip
     largest = {}
     for way in options.ways:
-        norms = [row["norms"][way] for row in table]
-        largest[way] = max(norms) / median(norms)
+        way_norms = [row["norms"][way] for row in table]
+        largest[way] = max(way_norms) / median(way_norms)
     why = verdict(table, options.ways, options.precision)
     if options.json:
         print(json.dumps({"steps": table, "largest_over_median": largest, "verdict": why}))

@@ -83,7 +83,8 @@ def counted_copies(counts: HostCounts) -> Iterator[None]:
 
     def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         counts.to_device += 1
-        sizes, inside = [], numbers
+        sizes = list[int]()
+        inside: Any = numbers
         while isinstance(inside, Sequence):
             sizes.append(len(inside))
             inside = inside[0] if inside else 0
@@ -133,7 +134,7 @@ def counted_host(shape: ModelShape, batch: int, context: int, sampling: str) -> 
             for _ in range(WARM + 3):
                 loop.step()
         assert graphs.launched, "the step is a graph by now"
-        with counted_copies(counts), fake_gpu(counts.step, context), Counting(counts.step), _calls(counts.step):  # type: ignore[no-untyped-call]  # torch has no annotations there
+        with counted_copies(counts), fake_gpu(counts.step, context), Counting(counts.step), _calls(counts.step):
             loop.step()
     return counts
 

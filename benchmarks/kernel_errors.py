@@ -51,7 +51,7 @@ def here(tiny: bool, device: torch.device) -> list[dict[str, Any]]:
     chosen = TINY if tiny else MODEST if device.type == "cpu" else entries(False)
     if device.type != "cpu":
         return list(rows(chosen, device, DTYPES, "device"))
-    collected = []
+    collected: list[dict[str, Any]] = []
     for native in (True, False):
         with patch.object(compat, "cpu_multiplies", lambda dtype, native=native: native):
             dtypes = DTYPES if native else DTYPES[:2]

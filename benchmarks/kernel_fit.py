@@ -101,12 +101,15 @@ def curve(
     `toward`: logs that the factors keep to where no row says otherwise; None = 0. `coupling`: how strongly
     neighbours along each axis are drawn together, for all 1."""
     if toward is not None:
-        return toward + curve(places, residuals - read(places, axes, toward), axes, smooth, counts, None, coupling)
+        unexplained = residuals - read(places, axes, toward)
+        logs: Array = toward + curve(places, unexplained, axes, smooth, counts, None, coupling)
+        return logs
     counts = np.ones(len(places)) if counts is None else counts
     index, share = corners(places, axes)
     total = int(np.prod([len(axis) for axis in axes]))
     pull = smooth * _neighbours(axes, coupling or [1.0] * len(axes)) + 0.3 * smooth * np.eye(total)
-    weights, levels = counts, np.zeros(total)
+    weights: Array = counts
+    levels: Array = np.zeros(total)
     for _ in range(4):
         right = np.bincount(index.ravel(), (share * (weights * residuals)[:, None]).ravel(), total)
         matrix = _normal(index, share, weights, total)
@@ -118,7 +121,8 @@ def curve(
 def read(places: Array, axes: Sequence[Sequence[float]], logs: Array) -> Array:
     """Logs of the factors at `places`."""
     index, share = corners(places, axes)
-    return (logs[index] * share).sum(1)
+    interpolated: Array = (logs[index] * share).sum(1)
+    return interpolated
 
 
 def fold(columns: Array, folds: int = 4) -> Array:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -79,29 +79,45 @@ def _number(kind: Kind, name: str, row: Mapping[str, str]) -> float:
     return float(row[name])
 
 
+def _of_columns(formula: Callable[..., float]) -> Callable[..., Array]:
+    """A formula of the planner over columns of a table. Its annotations speak of one shape; of arrays its operators
+    compute all rows at once."""
+    return cast(Callable[..., Array], formula)
+
+
 def _product(width: float) -> Callable[[Mapping[str, float], Chip, Array], Array]:
     def formula(fitted: Mapping[str, float], chip: Chip, rows: Array) -> Array:
         m, n, k = rows[:, 0], rows[:, 1], rows[:, 2]
+        tiled_us, allowed = _of_columns(times.tiled_us), _of_columns(times.allowed)
+        moved_us, blended_us = _of_columns(times.moved_us), _of_columns(times.blended_us)
         best = chip.best if width == 2 else chip.low_best
-        least: Any = None
+        least: Array | None = None
         for tile in times.CHOICES:
-            time_us = times.tiled_us(fitted, chip, tile, m, n, k, width, 1.0, best)
+            time_us = tiled_us(fitted, chip, tile, m, n, k, width, 1.0, best)
             if tile.parts > 1:
-                time_us = time_us + times.NEVER_US * (1 - times.allowed(fitted, chip, tile, m, n, k))
+                time_us = time_us + times.NEVER_US * (1 - allowed(fitted, chip, tile, m, n, k))
             least = time_us if least is None else np.minimum(least, time_us)
-        alone = times.blended_us(fitted, least, times.moved_us(fitted, chip, m, n, k, width))
-        return alone if width == 2 else alone + times.quantizing_us(fitted, chip, m, k)
+        alone = blended_us(fitted, least, moved_us(fitted, chip, m, n, k, width))
+        if width != 2:
+            alone = alone + _of_columns(times.quantizing_us)(fitted, chip, m, k)
+        return alone
 
     return formula
 
 
 def _collective(fitted: Mapping[str, float], chip: Chip, rows: Array) -> Array:
     rounds = np.array(list(times.ROUNDS.values()))[rows[:, 0].astype(int)]
-    return times.collective_us(fitted, chip, rounds, rows[:, 1], rows[:, 2])
+    return _of_columns(times.collective_us)(fitted, chip, rounds, rows[:, 1], rows[:, 2])
 
 
-def _stacked(positions_of: Callable[..., tuple[Array, ...]], count: int) -> Callable[[Array], Array]:
-    return lambda rows: np.stack(positions_of(*rows[:, :count].T), 1)
+def _of_first_columns(formula: Callable[..., float], count: int) -> Callable[[Mapping[str, float], Chip, Array], Array]:
+    """The formula over the first `count` columns."""
+    return lambda fitted, chip, rows: _of_columns(formula)(fitted, chip, *rows[:, :count].T)
+
+
+def _stacked(positions_of: Callable[..., tuple[float, ...]], count: int) -> Callable[[Array], Array]:
+    """Places on a curve, likewise of all rows at once, side by side."""
+    return lambda rows: np.stack(cast(tuple[Array, ...], positions_of(*rows[:, :count].T)), 1)
 
 
 SHAPE = ("m", "n", "k")
@@ -116,14 +132,14 @@ KINDS = (
     Kind(name="product.fp8", dtype="fp8", formula=_product(1.0), start=times.PRODUCT | times.QUANTIZING, **PRODUCT),
     Kind(
         name="prefill", file="kernel_attention_forward.csv", columns=("batch", "seq_len", *HEADS),
-        formula=lambda fitted, chip, rows: times.prefill_us(fitted, chip, *rows[:, :5].T), start=times.PREFILL,
+        formula=_of_first_columns(times.prefill_us, 5), start=times.PREFILL,
         places=_stacked(times.prefill_place, 5), split=(2, 3), smooth=0.1,
         axes=((1, 4, 16, 64, 256, 1024, 4096, 16384), (1, *(2**power for power in range(4, 15))), (1, 2, 4, 16, 64),
               DIMS),
     ),
     Kind(
         name="decode", file="kernel_attention_decode.csv", columns=("batch", "context", *HEADS),
-        formula=lambda fitted, chip, rows: times.decode_us(fitted, chip, *rows[:, :5].T), start=times.DECODE,
+        formula=_of_first_columns(times.decode_us, 5), start=times.DECODE,
         places=_stacked(times.decode_place, 5), split=(2, 3), smooth=0.1,
         axes=(tuple(2**power for power in range(14)),
               (2, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768, 131072), (1, 2, 4, 16, 64), DIMS),
@@ -131,7 +147,7 @@ KINDS = (
     Kind(
         name="experts", file="kernel_moe_forward.csv",
         columns=("tokens", "hidden", "ffn", "top_k", "experts", "tp", "ep", "distribution"),
-        formula=lambda fitted, chip, rows: times.experts_us(fitted, chip, *rows[:, :8].T), start=times.EXPERTS,
+        formula=_of_first_columns(times.experts_us, 8), start=times.EXPERTS,
         places=_stacked(times.experts_place, 8), split=(1, 2, 3, 4, 5, 6), smooth=0.1,
         axes=((1, 4, 16, 64, 256, 1024, 4096, 16384, 65536), (1, 4, 16, 64, 256, 512), (32, 256, 1024, 4096, 14336),
               (1, 16, 256), (1, 2.1)),

@@ -109,9 +109,9 @@ def predicted(kind: Kind, constants_by_gpu: Fitted, gpu: str, rows: Array, sourc
         if source
         else constants_by_gpu.figures
     )
-    return kind.formula(figures, chip(gpu), rows) * np.exp(
-        fit.read(kind.places(rows), kind.axes, constants_by_gpu.logs)
-    )
+    factors = np.exp(fit.read(kind.places(rows), kind.axes, constants_by_gpu.logs))
+    times_us: Array = kind.formula(figures, chip(gpu), rows) * factors
+    return times_us
 
 
 def errors(times: Array, rows: Array) -> dict[str, float]:

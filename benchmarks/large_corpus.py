@@ -103,7 +103,7 @@ def watch(command: Sequence[str], cache: Path, phase: Callable[[], str]) -> Watc
         return Watched(json.load(out), seconds, peaks)
 
 
-def measure(size_bytes: int, steps: int, batches: int) -> dict[str, object]:
+def measure(size_bytes: int, steps: int, batches: int) -> dict[str, Any]:
     """Seconds of each part, and the most memory held in it."""
     with tempfile.TemporaryDirectory() as temporary:
         folder, cache, run = Path(temporary, "text"), Path(temporary, "cache"), Path(temporary, "run")
@@ -143,7 +143,7 @@ def main() -> None:
         print(json.dumps(result, indent=1))
         return
     for name, value in result.items():
-        shown = f"{value / 2**20:,.0f} MiB" if name.startswith("peak") else f"{value:,.4g}"  # type: ignore[operator]
+        shown = f"{value / 2**20:,.0f} MiB" if name.startswith("peak") else f"{value:,.4g}"
         print(f"{name:<22} {shown}")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from benchmarks.parallel_work import Contestant, Ours, OursPlayed, Played, Work
 from benchmarks.picotron_peer import Picotron, checkout
 from benchmarks.torch_peers import SCHEDULES, VIRTUAL, TorchDDP, TorchFSDP2, TorchPipeline, TorchTP
 from meshwright import compat
+from meshwright.parallel.groups.mesh import ProcessGroups
 
 IDEAL = "one process"
 WARM_UP = 2
@@ -88,7 +90,8 @@ class _Idle:
 
 def contestants(group: Group) -> dict[str, Callable[[], Contestant]]:
     """Everybody who takes part in a group, to be made on its ranks in this order."""
-    work, world, made = group.work, group.world, {}
+    work, world = group.work, group.world
+    made: ProcessGroups = {}
     alone = dist.get_rank() == 0
     makers: dict[str, Callable[[], Contestant]] = {IDEAL: lambda: Ours(work) if alone else _Idle()}
     if group.axis == "dp":
@@ -104,12 +107,12 @@ def contestants(group: Group) -> dict[str, Callable[[], Contestant]]:
         makers["ours, all-gather"] = lambda: Ours(work, made, cp=world, context="all-gather")
     for name in group.schedules:
         layout = {"pp": world, "vp": VIRTUAL.get(name, 1), "schedule": name, "compile": group.compile}
-        makers[f"ours {name}"] = lambda layout=layout: OursPlayed(work, made, **layout)  # type: ignore[misc]
+        makers[f"ours {name}"] = partial(OursPlayed, work, made, **layout)
         if group.compile == "off":
-            makers[f"torch {SCHEDULES[name]}"] = lambda name=name: TorchPipeline(work, name)  # type: ignore[misc]
+            makers[f"torch {SCHEDULES[name]}"] = partial(TorchPipeline, work, name)
     if group.compile == "off" and checkout() is not None and group.axis != "zero3":
         for name in [name for name in group.schedules if name in ("afab", "1f1b")] or [""]:
-            makers[f"picotron {name}".strip()] = lambda name=name: Picotron(work, group.axis, name)  # type: ignore[misc]
+            makers[f"picotron {name}".strip()] = partial(Picotron, work, group.axis, name)
     return makers
 
 
@@ -198,7 +201,7 @@ class Ranks:
 
     def labels(self) -> list[str]:
         """Waits until all contestants are made."""
-        names = []
+        names = list[str]()
         while True:
             replies = [pipe.recv() for pipe in self.pipes]
             if replies[0] is None:

@@ -131,7 +131,7 @@ class OursPlayed(Ours):
             return outcome
 
         pipeline.before, pipeline.after = timed_before, timed_after
-        pipeline.run = timed_run  # type: ignore[method-assign]
+        pipeline.run = timed_run  # type: ignore[method-assign]  # of this pipeline alone
 
 
 def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:

@@ -59,12 +59,12 @@ class Picotron:
         assert folder is not None
         sys.path.insert(0, str(folder))
         _pretend(axis)
-        import picotron.process_group_manager as groups  # type: ignore[import-not-found]
-        from picotron.context_parallel.context_parallel import apply_context_parallel  # type: ignore[import-not-found]
-        from picotron.data_parallel.data_parallel import DataParallelBucket  # type: ignore[import-not-found]
-        from picotron.model import Llama  # type: ignore[import-not-found]
-        from picotron.pipeline_parallel import pipeline_parallel  # type: ignore[import-not-found]
-        from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel  # type: ignore[import-not-found]
+        import picotron.process_group_manager as groups
+        from picotron.context_parallel.context_parallel import apply_context_parallel
+        from picotron.data_parallel.data_parallel import DataParallelBucket
+        from picotron.model import Llama
+        from picotron.pipeline_parallel import pipeline_parallel
+        from picotron.tensor_parallel.tensor_parallel import apply_tensor_parallel
 
         sizes = {f"{name}_size": dist.get_world_size() if name == axis else 1 for name in ("tp", "cp", "pp", "dp")}
         if not hasattr(groups, "process_group_manager"):
@@ -124,7 +124,7 @@ def _pretend(axis: str) -> None:
         module = sys.modules.setdefault(name, types.ModuleType(name))
         for attribute in names:
             setattr(module, attribute, None)
-    torch.cuda.synchronize = lambda *device: None  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *device: None
 
 
 def _config(work: Work) -> types.SimpleNamespace:

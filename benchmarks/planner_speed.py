@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 LARGE = ("llama-3.1-405b", 2048, 2048)
 """Model, nodes of eight devices, sequences of 8,192 tokens a step."""
@@ -51,11 +52,13 @@ print(min(seconds() for _ in range(5)))
 REPEATS = 3
 
 
-def searched(model: str, nodes: int, batch: int) -> dict[str, float]:
+def searched(model: str, nodes: int, batch: int) -> dict[str, Any]:
     """Legal layouts, processor seconds, peak resident bytes; the fastest of REPEATS processes."""
     command = [sys.executable, "-c", SEARCH, model, str(nodes), str(batch)]
-    runs = [json.loads(subprocess.run(command, check=True, capture_output=True).stdout) for _ in range(REPEATS)]
-    return min(runs, key=lambda run: run["seconds"])  # type: ignore[no-any-return]
+    runs: list[dict[str, Any]] = [
+        json.loads(subprocess.run(command, check=True, capture_output=True).stdout) for _ in range(REPEATS)
+    ]
+    return min(runs, key=lambda run: float(run["seconds"]))
 
 
 def one_layout_s() -> float:
@@ -75,15 +78,16 @@ def warm_s() -> float:
     return float(subprocess.run([sys.executable, "-c", WARM], check=True, capture_output=True).stdout)
 
 
-def exponent(points: list[dict[str, float]]) -> float:
+def exponent(points: list[dict[str, Any]]) -> float:
     """Slope of log seconds over log legal layouts, by least squares: 1 = linear."""
     pairs = [(math.log(p["legal"]), math.log(p["seconds"])) for p in points]
     mean = [sum(column) / len(pairs) for column in zip(*pairs, strict=True)]
     top = sum((x - mean[0]) * (y - mean[1]) for x, y in pairs)
-    return top / sum((x - mean[0]) ** 2 for x, _ in pairs)
+    slope: float = top / sum((x - mean[0]) ** 2 for x, _ in pairs)
+    return slope
 
 
-def draw(points: list[dict[str, float]], slope: float, file: Path) -> None:
+def draw(points: list[dict[str, Any]], slope: float, file: Path) -> None:
     """Seconds over legal layouts, and what linear growth from the first point would be."""
     import matplotlib
 
@@ -111,19 +115,21 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
-    points = [{"model": model, "nodes": nodes, **searched(model, nodes, batch)} for model, nodes, batch in SPACES]
+    points: list[dict[str, Any]] = [
+        {"model": model, "nodes": nodes, **searched(model, nodes, batch)} for model, nodes, batch in SPACES
+    ]
     large = next(p for p in points if (p["model"], p["nodes"]) == LARGE[:2])
-    figures = {
+    figures: dict[str, Any] = {
         "large_seconds": large["seconds"],
         "large_mb": large["bytes"] / 1e6,
         "large_legal": large["legal"],
         "one_layout_seconds": one_layout_s(),
         "warm_seconds": warm_s(),
-        "exponent": exponent(points),  # type: ignore[arg-type]
+        "exponent": exponent(points),
         "points": points,
     }
     if options.picture:
-        draw(points, figures["exponent"], options.picture)  # type: ignore[arg-type]
+        draw(points, figures["exponent"], options.picture)
     if options.json:
         print(json.dumps(figures))
         return

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.train_shapes import batch_of, shape_of
 from benchmarks.train_speed import make_ours
+from meshwright.kernels.linear import cpu_product  # noqa: F401  # makes the operator that PRODUCTS reads
 
 aten = torch.ops.aten
 PRODUCTS = {
@@ -34,8 +35,10 @@ PRODUCTS = {
     for name in packet.overloads()
 }
 """The operators that multiply matrices outside of attention."""
-SETTING = torch.backends.mkldnn.matmul
-"""What chooses the library of torch's own products in fp32 (compat/cpu.py)."""
+_LIBRARY: Any = torch.backends.mkldnn
+SETTING = _LIBRARY.matmul
+"""What chooses the library of torch's own products in fp32 (compat/cpu.py). torch makes it when it is imported, where
+no type checker sees it."""
 
 Key = tuple[Any, tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...], str]
 
@@ -44,7 +47,7 @@ class Products(TorchDispatchMode):
     """Counts the products of a step, by operator and by sizes, strides and dtypes of its tensors."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
         self.calls: Counter[Key] = Counter()
         self.rest: dict[Key, dict[str, Any]] = {}
 

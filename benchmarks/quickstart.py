@@ -8,11 +8,12 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks.resident import watch
 
 
-def measure(overrides: list[str]) -> dict[str, object]:
+def measure(overrides: list[str]) -> dict[str, Any]:
     """Wall seconds, most bytes held, bits per byte on held-out text, and the sample after training."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "meshwright", "quickstart", "--json", f"run={folder}/run", *overrides]

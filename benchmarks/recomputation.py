@@ -42,7 +42,9 @@ HALF = "full on half"
 
 def layouts(layers: int) -> dict[str, Layout]:
     """All that are compared."""
-    by_policy = {policy: Layout(recompute=policy, micro_batch=1, compile="off") for policy in RECOMPUTE}
+    by_policy: dict[str, Layout] = {
+        policy: Layout(recompute=policy, micro_batch=1, compile="off") for policy in RECOMPUTE
+    }
     return {**by_policy, HALF: replace(by_policy["full"], recompute_layers=layers // 2)}
 
 
@@ -59,7 +61,7 @@ def measured(shape: ModelShape, rows: int, sequence: int, rounds: int) -> dict[s
     tokens = torch.randint(0, shape.vocab, (rows, sequence + 1), generator=torch.Generator().manual_seed(0))
 
     def once() -> None:
-        model.loss(tokens[:, :-1], tokens[:, 1:]).cross_entropy.backward()  # type: ignore[no-untyped-call]
+        model.loss(tokens[:, :-1], tokens[:, 1:]).cross_entropy.backward()
 
     once()
     all_layouts = layouts(shape.layers)

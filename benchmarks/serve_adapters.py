@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -81,7 +82,7 @@ def measured(rounds: int) -> dict[str, float]:
         return [answers_by_place[number] for number in range(REQUESTS)]
 
     contestants: dict[str, Callable[[], list[list[int]]]] = {
-        "base": lambda: mixed(0), **{str(many): lambda many=many: mixed(many) for many in MANY}, "models": models,
+        "base": lambda: mixed(0), **{str(many): partial(mixed, many) for many in MANY}, "models": models,
     }  # fmt: skip
     seconds = dict.fromkeys(contestants, float("inf"))
     answers: dict[str, list[list[int]]] = {}

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.data.corpus.corpus import TokenStream
 from meshwright.kernels.c import serving_library
 from meshwright.model import Transformer
 from meshwright.serving.engine.answers.request_options import RequestOptions
@@ -51,6 +52,7 @@ def trained(folder: Path, steps: int) -> tuple[Transformer, list[list[int]]]:
     )  # fmt: skip
     opened = mw.load(folder)
     rows = opened.held_out_rows(None, 0)
+    assert isinstance(rows.stream, TokenStream), "the text has a single source"
     text = [int(token) for token in rows.stream.read(0, WINDOWS * LENGTH)]
     return opened.model.eval(), [text[begin : begin + LENGTH] for begin in range(0, len(text), LENGTH)]
 

@@ -122,7 +122,7 @@ class NullModel(HostedModel):
         """With the stand-in, after its first request was computed."""
         engine = HostedModel.engine(self, options)
         loop = engine._loop
-        loop.runner = FixedStep(loop.runner, self.step_s, self.host_s)  # type: ignore[assignment]
+        loop.runner = FixedStep(loop.runner, self.step_s, self.host_s)  # type: ignore[assignment]  # a stand-in
         return engine
 
 

@@ -102,7 +102,7 @@ def by_transformers(opened: TrainedModel, attention: str, batch: int) -> Way:
     import transformers
 
     with exported(opened.model) as folder:
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers has no types there
+        transformers.utils.logging.disable_progress_bar()
         peer: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
         peer = peer.eval()
 

@@ -146,10 +146,14 @@ def growth(memory: list[tuple[int, int]]) -> float:
     memory = sorted(memory)
     quarter = max(1, len(memory) // 4)
     early, late = sorted(memory[quarter : 2 * quarter]), sorted(memory[-quarter:])
-    (at, low), (then, high) = (
-        [column[len(column) // 2] for column in map(sorted, zip(*part, strict=True))] for part in (early, late)
-    )
+    (at, low), (then, high) = (_medians(part) for part in (early, late))
     return (high - low) / max(1, then - at)
+
+
+def _medians(points: list[tuple[int, int]]) -> tuple[int, int]:
+    """Of both numbers of the points, each for itself."""
+    middle = len(points) // 2
+    return sorted(first for first, _ in points)[middle], sorted(second for _, second in points)[middle]
 
 
 def soak(requests: int) -> dict[str, Any]:

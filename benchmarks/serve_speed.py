@@ -24,6 +24,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from statistics import median
 from typing import Any
@@ -132,7 +133,7 @@ def race(rounds: int) -> dict[str, float]:
     seconds, answers = dict.fromkeys(ways, float("inf")), dict[str, Answers]()
     for turn in range(rounds):
         for name, way in ways.items():
-            took, answers[name] = cpu_seconds(lambda way=way, turn=turn: way(turn))
+            took, answers[name] = cpu_seconds(partial(way, turn))
             seconds[name] = min(seconds[name], took)
     tokens = sum(count for _, count in load)
     compared = [differences(peer, load, answers["one_by_one"], answers[name]) for name in ("engine", "exact")]
@@ -162,7 +163,7 @@ def prefix(rounds: int) -> dict[str, float]:
         for hit in (False, True):
             prompt = shared + [chance.randrange(model.shape.vocab) for _ in range(32)]
             asked = engine.add(prompt, RequestOptions(max_new_tokens=1))
-            took, _ = cpu_seconds(lambda asked=asked: engine.run([asked]))
+            took, _ = cpu_seconds(partial(engine.run, [asked]))
             seconds[hit].append(took)
             hits += asked.cached if hit else 0
     return {
@@ -182,7 +183,7 @@ def _from_host(model: Transformer, chance: random.Random, rounds: int) -> float:
     for turn in range(4 * rounds):
         prompt = shared[turn % 2] + [chance.randrange(model.shape.vocab) for _ in range(32)]
         asked = engine.add(prompt, RequestOptions(max_new_tokens=1))
-        took, _ = cpu_seconds(lambda asked=asked: engine.run([asked]))
+        took, _ = cpu_seconds(partial(engine.run, [asked]))
         best = min(best, took) if asked.cached else best
     assert engine.tables.host_hits, "all of it was in blocks"
     return best
@@ -207,7 +208,7 @@ def chats(number: int, seed: int = 8) -> Load:
     chance, mean = np.random.default_rng(seed), SIGMA**2 / 2
 
     def length(median: float) -> int:
-        return max(1, round(chance.lognormal(np.log(median) - mean, SIGMA)))
+        return max(1, round(float(chance.lognormal(np.log(median) - mean, SIGMA))))
 
     def prompt() -> int:
         return length(PROMPT) + sum(length(PROMPT) + length(ANSWER) for _ in range(chance.geometric(1 / TURNS) - 1))

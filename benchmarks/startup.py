@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 VERBS: dict[str, tuple[str, ...]] = {
     "help": ("--help",),
@@ -116,7 +117,7 @@ def loads_torch(arguments: tuple[str, ...], folder: Path) -> bool:
     return finished.stderr.strip().splitlines()[-1] == "TORCH"
 
 
-def measure(repeats: int) -> dict[str, object]:
+def measure(repeats: int) -> dict[str, Any]:
     """Median seconds of each verb, the slowest of them, and how many load torch."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -141,12 +141,12 @@ class TorchTP(Peer):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         module = WithLoss(build(work.shape, seed=0))
         _parallelize(module.model, mesh)
+        self.model = module.model
         super().__init__(module)
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        model = self.module.model
-        hidden, _ = model.hidden(tokens)  # type: ignore[operator]
-        logits = model.head(hidden)  # type: ignore[operator]
+        hidden, _ = self.model.hidden(tokens)
+        logits = self.model.head(hidden)
         with loss_parallel():
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
             loss.backward()
@@ -216,13 +216,19 @@ class TorchPipeline(Peer):
 
     def __init__(self, work: Work, schedule: str) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
-        layout = Layout(pp=world, vp=VIRTUAL.get(schedule, 1), schedule=schedule, compile="off")  # type: ignore[arg-type]
+        layout = Layout(
+            pp=world,
+            vp=VIRTUAL.get(schedule, 1),
+            schedule=schedule,  # type: ignore[arg-type]  # the keys of SCHEDULES are its words
+            compile="off",
+        )
         numbers = own_stages(layout, rank)
         models = [cut(build(work.shape, seed=0), layout, number) for number in numbers]
         if schedule in SPLIT:
             for module in (module for model in models for module in model.modules()):
-                if isinstance(getattr(module, "kernels", None), Kernels):
-                    module.kernels = _plain_linears(module.kernels)  # type: ignore[arg-type,assignment]
+                kernels = getattr(module, "kernels", None)
+                if isinstance(kernels, Kernels):
+                    module.kernels = _plain_linears(kernels)  # type: ignore[assignment]  # torch expects tensors there
         total = len(stage_rank(schedule, world, len(numbers)))
         stages = [
             pipelining.PipelineStage(_StageModule(model), number, total, torch.device("cpu"))

@@ -14,7 +14,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,7 +71,14 @@ def _schedule(name: str, pp: int) -> list[CheckReport]:
     virtual = KINDS[name].stages
     layers = pp * virtual
     counts = [m for m in range(pp, 3 * pp + 1) if refusal(name, pp, m, virtual) is None]
-    layout = Layout(pp=pp, vp=virtual, schedule=name, zero=0, micro_batch=1, compile="off")  # type: ignore[arg-type]
+    layout = Layout(
+        pp=pp,
+        vp=virtual,
+        schedule=name,  # type: ignore[arg-type]  # the keys of KINDS are its words
+        zero=0,
+        micro_batch=1,
+        compile="off",
+    )
     shape = replace(shrink("llama-3.1-8b"), layers=layers)
     plan = Plan(model=shape, layout=layout, recipe=Recipe(sequence=16, global_batch=counts[0]))
     worlds: list[list[RankTrace]] = [[] for _ in counts]
@@ -131,7 +138,7 @@ def layouts(limit: int = 0) -> Iterator[dict[str, Any]]:
 def _layout(trial: Trial) -> CheckReport:
     case = trial.case
     recipe = Recipe(
-        sequence=case.sequence, global_batch=case.global_batch, precision=trial.precision,  # type: ignore[arg-type]
+        sequence=case.sequence, global_batch=case.global_batch, precision=trial.precision,  # type: ignore[arg-type]  # one of its words
         document_mask=trial.packed,
     )  # fmt: skip
     layout = replace(trial.layout, compile="off")
@@ -170,7 +177,11 @@ def _summed(checks: Sequence[CheckReport]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-PARTS = {"schedules": schedules, "layouts": layouts, "presets": large}
+PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+    "schedules": schedules,
+    "layouts": layouts,
+    "presets": large,
+}
 
 
 def main() -> None:

@@ -104,7 +104,7 @@ def make_theirs(shape_name: str, precision: str, rows: int, sequence: int, compi
     def step() -> float:
         tokens = torch.randint(0, shape.vocab, (rows, sequence), generator=generator)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            loss = model(input_ids=tokens, labels=tokens).loss
+            loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         optimizer.step()

@@ -135,7 +135,7 @@ def tune_trl(folder: Path, way: str, precision: str) -> None:
     from transformers.models.llama import modeling_llama  # noqa: F401
     from trl import SFTConfig, SFTTrainer
 
-    class Waits(TrainerCallback):  # type: ignore[misc]  # transformers' classes are untyped here
+    class Waits(TrainerCallback):
         """Between steps."""
 
         def __init__(self) -> None:

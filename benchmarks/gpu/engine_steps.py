@@ -77,28 +77,28 @@ class EngineStep:
         )  # fmt: skip
 
 
-B1 = {"model": "llama-3.2-1b", "sequence": 4096, "micro_batch": 4}
-B8 = {"model": "llama-3.1-8b", "sequence": 8192, "micro_batch": 1}
-GPT2 = {"model": "gpt2-124m", "sequence": 1024}
+B1 = EngineStep(model="llama-3.2-1b", sequence=4096, micro_batch=4)
+B8 = EngineStep(model="llama-3.1-8b", sequence=8192, micro_batch=1)
+GPT2 = EngineStep(model="gpt2-124m", sequence=1024, micro_batch=64)
 ENGINE_STEPS = [
-    EngineStep(**B1), EngineStep(**B1, documents=8), EngineStep(**B8, layers=20), EngineStep(**GPT2, micro_batch=64),
-    EngineStep(model="llama-100m", sequence=2048, micro_batch=16), EngineStep(**B1, layout={"compile": "off"}),
-    EngineStep(**B1, recipe={"products": "fp8"}), EngineStep(**B1, recipe={"optimizer_states": "int8"}),
+    B1, replace(B1, documents=8), replace(B8, layers=20), GPT2,
+    EngineStep(model="llama-100m", sequence=2048, micro_batch=16), replace(B1, layout={"compile": "off"}),
+    replace(B1, recipe={"products": "fp8"}), replace(B1, recipe={"optimizer_states": "int8"}),
     EngineStep(model="llama-3.1-8b", sequence=4096, micro_batch=4, accumulation=2, recipe=NARROW),
     EngineStep(model="qwen3-30b-a3b", sequence=4096, micro_batch=2, layers=6),
     EngineStep(model="llama-3.2-1b", sequence=32768, micro_batch=1),
-    EngineStep(**B1, layout={**COMPILED, "recompute": "selective"}), EngineStep(**B1, accumulation=4),
-    EngineStep(**B8, recipe={"optimizer_states": "int8", "master_weights": "none"}),
-    EngineStep(**GPT2, micro_batch=32), EngineStep(**GPT2, micro_batch=32, layout={"compile": "off"}),
-    EngineStep(**GPT2, micro_batch=64, vocab=50304),
+    replace(B1, layout={**COMPILED, "recompute": "selective"}), replace(B1, accumulation=4),
+    replace(B8, recipe={"optimizer_states": "int8", "master_weights": "none"}),
+    replace(GPT2, micro_batch=32), replace(GPT2, micro_batch=32, layout={"compile": "off"}),
+    replace(GPT2, vocab=50304),
     EngineStep(model="qwen2.5-7b", sequence=1024, micro_batch=4, accumulation=8, recipe=NARROW),
-    EngineStep(**B8, layers=20, layout={"compile": "off"}),
-    EngineStep(**B1, recipe={"precision": "fp32", "tf32": True}),
+    replace(B8, layers=20, layout={"compile": "off"}),
+    replace(B1, recipe={"precision": "fp32", "tf32": True}),
     EngineStep(model="qwen2.5-1.5b", sequence=1024, micro_batch=16),
     EngineStep(model="llama-3.1-8b", sequence=4096, micro_batch=4, accumulation=2, recipe=NARROW,
                layout={**COMPILED, "recompute": "full"}),
-    EngineStep(**B1, recipe={"deterministic": True}, layout={"compile": "off"}, rank=6),
-    EngineStep(**B1, recipe={"deterministic": True}, rank=6),
+    replace(B1, recipe={"deterministic": True}, layout={"compile": "off"}, rank=6),
+    replace(B1, recipe={"deterministic": True}, rank=6),
 ]  # fmt: skip
 """Most telling first. The first twenty sizes are those of docs/benchmarks/README.md."""
 TINY_ENGINE_STEPS = [

@@ -134,6 +134,6 @@ def likeliest_token(rows: int, vocab: int, *, dtype: torch.dtype, device: torch.
 
 def _store(numbers: Tensor) -> PagedStore:
     """Blocks that are there already."""
-    stored = PagedStore((1, 1, *numbers.shape[2:]), numbers, "model")  # type: ignore[arg-type]  # two sizes
+    stored = PagedStore((1, 1, *numbers.shape[2:]), numbers, "model")  # two sizes
     stored.codes, stored.sizes = numbers, tuple(numbers.shape)  # type: ignore[assignment]  # four sizes
     return stored

@@ -135,8 +135,8 @@ def theirs(shape: ModelShape, entry: StepEntry, device: torch.device, precision:
     with device:
         plain = llama.LlamaForCausalLM(their_config(shape)).train()
     model = torch.compile(plain, dynamic=False) if how == "compiled" else plain
-    fused = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
-    optimizer = torch.optim.AdamW(plain.parameters(), **fused)  # type: ignore[arg-type]
+    fused: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+    optimizer = torch.optim.AdamW(plain.parameters(), **fused)
     tokens = _tokens(shape, entry, device)[:, :-1].contiguous()
 
     def step() -> Any:

@@ -1,6 +1,7 @@
 """Every benchmark runs at toy size and reports the keys that the claims read."""
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -224,6 +225,21 @@ def test_serving_quantized(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     for batch in serve_quantized.BATCHES:
         assert document[f"int8_over_hf_{batch}"] and document[f"engine_{batch}_tokens_per_second"] > 0
     assert 0.5 < document["top1"] <= 1
+
+
+@pytest.mark.long
+def test_products_take_a_share_of_a_step() -> None:
+    # In a process of its own: the operators that the module names must be there without any other benchmark's imports.
+    script = """
+import json
+from benchmarks import product_share
+product_share.batch_of = lambda shape, precision: (1, 32)
+print(json.dumps(product_share.share("10m", "fp32", 1)))
+"""
+    root = Path(__file__).resolve().parent.parent.parent
+    finished = subprocess.run([sys.executable, "-c", script], cwd=root, check=True, capture_output=True, text=True)
+    figures = json.loads(finished.stdout)
+    assert figures["calls"] > 0 and figures["tokens"] == 32 and figures["share"] > 0
 
 
 @pytest.mark.long

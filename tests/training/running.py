@@ -111,7 +111,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 def tensors(saved: Path) -> dict[str, Tensor]:
     """All that a checkpoint holds."""
-    by_name = {}
+    by_name: dict[str, Tensor] = {}
     for file in sorted(saved.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             by_name |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -133,7 +133,7 @@ def assert_same_end(run: Path, right: Path) -> None:
 
 def train_in_child(texts: str, run: str, options: dict[str, Any]) -> None:
     """A run to be killed: the process, not the machine, so that nothing is gained by waiting for the disk."""
-    os.fsync = lambda number: None
+    os.fsync = lambda fd: None
     loop.run(plan(Path(texts), Path(run), **options), resume="auto")
 
 

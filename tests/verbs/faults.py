@@ -49,7 +49,7 @@ class Slow:
             return stage(model, *args, **named)
 
         if rank == self.bad and self.seconds:
-            Transformer.stage = slowly  # type: ignore[method-assign]
+            Transformer.stage = slowly  # type: ignore[method-assign, assignment]  # in this process alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class SlowToEnd:
 
         leave = dist.destroy_process_group
 
-        def slowly() -> None:
+        def slowly(group: dist.ProcessGroup | None = None) -> None:
             time.sleep(self.seconds)
-            leave()
+            leave(group)
 
         if rank == self.bad:
             dist.destroy_process_group = slowly
@@ -108,7 +108,7 @@ class Garbage:
                         stream[row] = torch.where(stream[row] >= 0, 255 - stream[row] * 7 % 256, stream[row])
             return batch
 
-        PackedRows.take = spoiled  # type: ignore[method-assign]
+        PackedRows.take = spoiled  # type: ignore[method-assign, assignment]  # in this process alone
         spikes.ENOUGH_STEPS, spikes.HISTORY_STEPS, spikes.DEVIATIONS = self.steps, 8, 4.0
 
 
