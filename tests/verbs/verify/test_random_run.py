@@ -360,6 +360,34 @@ def test_one_case_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[0] == "0  2 ranks  dp_replicate=2 clip=0.05: equal"
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_one_word_has_no_loss_and_no_gradient(precision: str) -> None:
+    """A shrunk case may end there: shares of zero are none."""
+    case = parse_case(f"vocab=1 precision={precision}").case
+    alone = outcome(case, ALONE)
+    assert set(alone.losses) == set(alone.norms) == {0.0}
+    assert wrong_alone(case, alone) is None
+    assert random_run.wider_band(case, alone) == case.band
+
+
+@pytest.mark.parametrize(
+    ("precision", "share", "differs"),
+    [("fp16", 7e-5, False), ("bf16", 5e-4, False), ("fp16", 5e-4, True), ("bf16", 4e-3, True)],
+)
+def test_a_gradient_that_must_be_zero_may_be_rounding_in_16_bits(precision: str, share: float, differs: bool) -> None:
+    """Of a query with one key, where the gradient norm is 10; its weight may then move either way."""
+    box, weight = Box(whole=(2,), offsets=(0,), sizes=(2,)), torch.full((2,), 0.5)
+    names = ("step 1 gradient of q.weight", "step 1 weight q.weight")
+
+    def outcome_of(gradient: float, moved: float) -> RankOutcome:
+        tensors = {names[0]: (box, torch.tensor([gradient, 0.0])), names[1]: (box, weight + moved)}
+        return RankOutcome((1.0,), (10.0,), tensors)
+
+    first = one_device.first_difference(outcome_of(0.0, 0.0), [outcome_of(10 * share, 0.1)], BANDS[precision])
+    assert (first is not None) == differs
+    assert one_device.first_difference(outcome_of(0.0, 0.0), [outcome_of(10 * share, 0.0)], BANDS["fp32"]) is not None
+
+
 def test_difference_reports_the_layout_before_one_device() -> None:
     case = parse_case("").case
     alone = outcome(case, ALONE)

@@ -25,6 +25,7 @@ from meshwright.observe.oracle.one_device import (
     distance,
     first_difference,
     outcome,
+    relative,
 )
 from meshwright.observe.ranks import RankError
 from meshwright.spec.errors import OutsideTolerance, PlanError
@@ -53,11 +54,11 @@ SHRINK_S = 60.0
 ALONE = Layout(compile="off")
 VARIANTS = replace(ALONE, kernels="reference"), replace(ALONE, micro_batch=1)
 """Layouts in which one device rounds differently."""
-ROUNDING_FACTOR, WIDEST, WIDEST_FP8, WIDEST_FP32 = 2.0, 0.2, 0.4, 1e-4
+ROUNDING_FACTOR, WIDEST, WIDEST_FP8, WIDEST_FP32 = 4.0, 0.2, 0.4, 1e-4
 """Limits of `wider_band`.
 
-In 16 bits layouts were at most 1.7 times as far from one device as that is from itself in fp32. A doubled sum is off by
-1, a mean instead of a sum by a half or more. The fixed band of fp8 is 0.3 already.
+In 16 bits layouts were at most 2.8 times as far from one device as that is from itself in fp32, where six ranks sum
+rounded parts. A doubled sum is off by 1, a mean instead of a sum by a half or more. The fixed band of fp8 is 0.3.
 """
 LOSS_OF_FP16 = 0.1
 """Largest relative error of the loss in fp16 against fp32. A wrong scale is a factor of two."""
@@ -225,12 +226,14 @@ def wider_band(case: Case, alone: RankOutcome) -> Band:
     """
     exact, fixed = outcome(case.unrounded, ALONE), case.band
     widest = WIDEST if case.products == SAME else WIDEST_FP8
-    selves = alone, *(outcome(case, way) for way in VARIANTS)  # one loss alone may be near by chance
+    selves = alone, *(outcome(case, way) for way in VARIANTS)  # one of them alone may be near by chance
     whole_tensors = {name: tensor for name, (_, tensor) in exact.tensors.items()}
-    gaps = {name: distance(name, alone, whole_tensors, fixed) for name in alone.tensors}
+    gaps = {
+        name: max(distance(name, one_device, whole_tensors, fixed) for one_device in selves) for name in alone.tensors
+    }
 
     def numbers(ours: Sequence[float], others: Sequence[float]) -> float:
-        return max(abs(a - b) / abs(a) for a, b in zip(ours, others, strict=True))
+        return max(relative(abs(a - b), abs(a)) for a, b in zip(ours, others, strict=True))
 
     def widened(least: float, distance_to_fp32: float) -> float:
         return max(least, min(widest, ROUNDING_FACTOR * distance_to_fp32))
@@ -240,7 +243,7 @@ def wider_band(case: Case, alone: RankOutcome) -> Band:
         names = [name for name in gaps if name.startswith(f"step {step} gradient of ")]
         # The norm of a difference bounds the difference of norms, by the triangle inequality.
         squares = [float((whole_tensors[name] - alone.tensors[name][1]).square().sum()) for name in names]
-        return sqrt(sum(squares)) / exact.norms[step - 1]
+        return relative(sqrt(sum(squares)), exact.norms[step - 1])
 
     return replace(
         fixed,
@@ -269,7 +272,7 @@ def wrong_alone(case: Case, alone: RankOutcome) -> str | None:
             return f"one device: step {step}: loss scale is {actual:g} after the step, must be {scale:g}"
     exact = outcome(case.unrounded, ALONE)
     for step, (actual, expected) in enumerate(zip(alone.losses, exact.losses, strict=True), start=1):
-        if not abs(actual / expected - 1) <= LOSS_OF_FP16:
+        if not abs(actual - expected) <= LOSS_OF_FP16 * abs(expected):
             return f"one device: step {step}: loss is {actual!r} in fp16, {expected!r} in fp32"
     return None
 
