@@ -388,3 +388,9 @@ def test_of_equal_pieces_one_rank_copies_each() -> None:
     assert max(copied) - min(copied) < 4 * 4096 * 256 * 4
     many = plan(TINY, 128, dp_replicate=128, micro_batch=1)
     assert dry_run(many, device="cuda").worst.staging_bytes == written_bytes(TINY, many.layout, "fp32")
+
+
+def test_offload_on_a_cpu_is_refused_as_by_train() -> None:
+    plan = Plan(model=TINY, layout=Layout(offload="activations"))
+    with pytest.raises(PlanError, match="which is all that a CPU has: take layout"):
+        dry_run(plan, device="cpu")

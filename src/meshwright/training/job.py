@@ -27,6 +27,7 @@ from meshwright.parallel.pipeline.pass_graphs import check_device
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, DamagedCheckpoint, PlanError, RunError, StoreError, argument
 from meshwright.spec.recipe.recipe import UNREAD, DataRead
+from meshwright.spec.rules.legal import check_offload
 from meshwright.store import checkpoint, checkpoint_folder
 from meshwright.store.default_folders import drop_unbegun, explain_new_run, find_begun_run, is_open, settle_run
 from meshwright.store.durable import replace_file, report_in_one_line
@@ -219,11 +220,7 @@ def open_job(
     plan = replace(plan, cluster=cluster)
     plan, execution = settle_execution(plan, device, rank_zero, settle)
     rank_zero.run(lambda: check_fits(plan, device, machines=machines))
-    if plan.layout.offload != "off" and device.type == "cpu":
-        raise PlanError(
-            f"layout.offload={plan.layout.offload} moves to host memory, which is all that a CPU has: take "
-            "layout.offload=off"
-        )
+    check_offload(plan.layout, device.type)
     check_device(plan.model, plan.layout, device, DTYPES[plan.recipe.precision])
     disk_warning = rank_zero.run(lambda: check_space(plan))
     forecast = rank_zero.run(lambda: preflight(plan, device)) if preflight is not None else None

@@ -159,6 +159,21 @@ def test_a_verdict_comes_first_also_where_nothing_fits(capsys: pytest.CaptureFix
     assert output.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(("zero", "code"), [(3, 0), (0, 3)], ids=["fits", "does not fit"])
+def test_details_have_memory_and_traffic_whether_it_fits_or_not(
+    zero: int, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ZeRO-3 gathers every parameter twice in a step of one micro-batch, and scatters its gradient once."""
+    layout = f"--layout dp_shard=32,zero={zero},micro_batch=1,recompute=none --recipe global_batch=32"
+    assert main([*words(f"llama-3.1-8b h100x8 --nodes 4 {layout}"), "--details"]) == code
+    printed = capsys.readouterr().out
+    assert "Memory at the peak, GiB" in printed and "Sent by the first rank in a step, GB" in printed
+    gathered = re.search(r"all_gather +[\d,]+ calls? +([\d.]+)", printed)
+    if zero == 3:
+        assert gathered is not None
+        assert float(gathered[1]) == pytest.approx(2 * 2 * 8.03 * 31 / 32, rel=0.05)
+
+
 def test_tensor_parallelism_between_nodes_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     asked = words("llama-3.1-405b h100x8 --nodes 256")
     fixed = ["--layout", "dp_shard=16 zero=1 tp=16 sp pp=8 interleaved vp=8 micro_batch=1 recompute=none"]

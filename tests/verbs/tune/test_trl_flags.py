@@ -68,6 +68,9 @@ def test_values_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
          {"model.lora.rank=16", "model.lora.alpha=32", "model.lora.targets=q,v", "model.lora.dropout=0.05",
           "model.lora.base=nf4-double"}),
         ("--gradient_checkpointing False --max_steps -1 --packing", {"layout.recompute=none"}),
+        ("--max_steps 5 --num_train_epochs 3", {"recipe.steps=5"}),  # as in TRL, in whichever order
+        ("--num_train_epochs 3 --max_steps 5", {"recipe.steps=5"}),
+        ("--num_train_epochs 3 --max_steps -1", {"recipe.epochs=3"}),
         ("--gradient_accumulation_steps=4", {"layout.micro_batch=8", "recipe.global_batch=64"}),
         ("--dataset_name org/set --eval_strategy no --max-length 64",
          {"data=hub:org/set", "recipe.eval_every=0", "recipe.sequence=64"}),
@@ -99,6 +102,6 @@ def test_the_keys_are_printed_and_words_beside_them_win(files: Path, capsys: pyt
     line = ["tune", "--from-trl", flags, *words(files, "recipe.global_batch=2", "recipe.eval_every=0"), "--no-dry-run"]
     assert main([*line, "layout.micro_batch=1", "recipe.epochs=0"]) == 0
     told = capsys.readouterr().err
-    assert "read from TRL's flags: recipe.learning_rate=2e-5 recipe.epochs=3 layout.micro_batch=2" in told
+    assert "read from TRL's flags: recipe.learning_rate=2e-5 layout.micro_batch=2" in told
     recipe = RunFolder.open(files / "run").plan.recipe
     assert (recipe.global_batch, recipe.steps, recipe.learning_rate) == (2, 1, 2e-5)

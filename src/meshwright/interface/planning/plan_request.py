@@ -180,7 +180,8 @@ def _missing_cluster(file: str) -> Exception:
     return ArgumentError(
         "cluster",
         rule=f"is missing, and {file} names none with known figures" if file else "is missing",
-        remedy=f"name a device and how many of it a node has, as {example}; known: {names}",
+        remedy=f"name a device and how many of it a node has, as {example}, or measure this machine: meshwright "
+        f"calibrate -o here.toml, then {argument('cluster', 'here.tomlx1')}; known: {names}",
     )
 
 

@@ -60,6 +60,8 @@ def explain_usage(error: Any, words: Sequence[str]) -> str:
     # Other programs have such an option on every command.
     if message.startswith("No such option: --dry-run"):
         message = f"{verb}has no --dry-run: `meshwright dryrun` makes a dry run alone"
+    if verb == "tune " and (flag := re.match("No such option: --([a-z]+_[a-z0-9_]+)", message)):
+        message = f'TRL\'s flags go in one pair of quotes: --from-trl "--{flag[1]} ..."'
     see = f"see meshwright {verb}--help"
     return f"{message} S{see[1:]}" if message.endswith("?") else f"{message}: {see}"
 

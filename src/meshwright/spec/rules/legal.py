@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from functools import cache
 from typing import Final
 
-from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.layout.schedule import V_PLACED, refusal, stage_layers
 from meshwright.spec.model.shape import NO_TARGETS, ModelShape
@@ -359,6 +359,15 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 """Rules in the order in which refusals are reported. The explorer's page has a table of each
 (planner/explorer/legal_tables.py), made by calling it: a rule reads fields and properties and copies neither."""
+
+
+def check_offload(layout: Layout, device: str) -> None:
+    """Raise PlanError where activations would move from a CPU's memory into the same."""
+    if layout.offload != "off" and device == "cpu":
+        raise PlanError(
+            f"layout.offload={layout.offload} moves to host memory, which is all that a CPU has: take "
+            "layout.offload=off"
+        )
 
 
 def preference_violations(recipe: Recipe, *, form: str, train_on: str, packing: str) -> Iterator[str]:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -31,9 +31,8 @@ from torch import Tensor
 
 from meshwright.data import Corpus
 from meshwright.data.corpus.corpus import read_json, write_json
-from meshwright.data.sequences.numbered_rows import numbered_rows
+from meshwright.data.sequences.numbered_rows import MixedRows, numbered_rows
 from meshwright.data.sequences.sample_rows import SampleRows
-from meshwright.data.sequences.stored_rows import StoredRows
 from meshwright.data.sequences.windows import Sampler
 from meshwright.kernels.loss.linear_divergence import KnownTop
 from meshwright.model.transformer import Predictions
@@ -52,6 +51,9 @@ from meshwright.training.step.batches import Batch, RowReader, Share, to_batch
 from meshwright.training.step.evaluate import evaluating, group_batches
 from meshwright.training.step.interrupt import Interrupt
 from meshwright.training.step.step import EVALUATION, MicroPass
+
+if TYPE_CHECKING:
+    from meshwright.data.sequences.stored_rows import StoredRows
 
 _FORMAT = 1
 """Raised whenever the same teacher and text would give other numbers."""
@@ -177,7 +179,7 @@ class TeacherTables:
 
 
 log = logging.getLogger(__name__)
-NumberedOnce = Sampler | SampleRows | StoredRows
+NumberedOnce: TypeAlias = "Sampler | SampleRows | StoredRows"
 """Rows of one text or token store, whose numbers are the same in every epoch. A mixture's are not."""
 REPORT_S = 15.0
 """Seconds between two lines of progress."""
@@ -200,8 +202,9 @@ def store_targets(
     A signal to any rank ends the computation after a batch. The signal stays set, so the run makes no step, and
     computed rows are kept. Raises RunError when the disk has no room.
     """
-    rows = numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=True)
-    assert isinstance(rows, NumberedOnce), "the rules of objectives refuse mixtures"
+    read_rows = numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=True)
+    assert not isinstance(read_rows, MixedRows), "the rules of objectives refuse mixtures"
+    rows = cast(NumberedOnce, read_rows)
     assert plan.teacher is not None, "a distillation has one"
     tables = TeacherTables(folder=_cache_folder(plan, corpus, device), sizes=sizes_of(plan, len(rows)))
     unread = plan.recipe.tokens_of_run(read) // plan.recipe.sequence - read.rows

@@ -226,7 +226,8 @@ def plan(
         if json and error.document:
             print_json(error.document)
         elif isinstance(error.answer, PlannedLayout):
-            show([*nearest_in_words(error.answer.prediction), *_device_note(cluster, nodes or 1)])
+            nearest = nearest_in_words(error.answer.prediction, details=details)
+            show([*nearest, *_device_note(cluster, nodes or 1)])
         raise
     if save:
         answer.save(save)

@@ -15,7 +15,7 @@ from meshwright.planner.search.recommend import is_bold, merge_alike
 from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import LIKELY, Prediction
-from meshwright.spec.units import step_time
+from meshwright.spec.units import GB, step_time
 
 if TYPE_CHECKING:
     from meshwright.verbs.plan.answer import PlanAnswer
@@ -75,11 +75,14 @@ def answer(estimator: Estimator, ranking: Ranking, asked: Asked) -> Iterator[str
         yield from wrapped(_next(asked, chosen), columns, "  Next:  ")
 
 
-def unfit(nearest: Prediction) -> Iterator[str]:
+def unfit(nearest: Prediction, *, details: bool = False) -> Iterator[str]:
     """Yield the lines before an error: the nearest layout, and by how much it is too large."""
     yield from headline(nearest.plan)
     yield ""
     yield from verdict(nearest, "")
+    if details:
+        yield ""
+        yield from _parts(nearest)
 
 
 def _recommended(listed: list[Prediction]) -> str:
@@ -137,14 +140,28 @@ def _why(estimator: Estimator, best: Prediction, asked: Asked) -> Iterator[str]:
 
 def _next(asked: Asked, chosen: bool) -> list[str]:
     words = ["--save plan.yaml"]
-    words += [] if asked.details else ["--details (memory, time, rejected)"]
+    words += [] if asked.details else ["--details (memory, time, traffic, rejected)"]
     words += ["--top 20"] if chosen and asked.top is None and not asked.details else []
     return words
 
 
 def details(estimator: Estimator, ranking: Ranking) -> Iterator[str]:
-    """Yield memory and time of the recommended layout by part, and the rejected layouts."""
+    """Yield memory, traffic and time of the recommended layout by part, and the rejected layouts."""
     best, columns = ranking.best[0], width()
+    yield from _parts(best)
+    if best.executions is not None:
+        yield "  Blocks"
+        for sentence in best.executions.why:
+            yield from wrapped(sentence, columns, "    ", "      ")
+    yield from wrapped(explain.range_words(best), columns, "  ", "    ")
+    if ranking.legal > 1:
+        yield "  Rejected"
+        for sentence in explain.rejected(ranking):
+            yield from wrapped(sentence, columns, "    ", "      ")
+
+
+def _parts(best: Prediction) -> Iterator[str]:
+    """Yield memory, time and traffic of one layout by part."""
     whole = best.peak_bytes
     yield f"  Memory at the peak, {size_unit(whole)}"
     for kind, size in best.worst.kinds.items():
@@ -158,15 +175,11 @@ def details(estimator: Estimator, ranking: Ranking) -> Iterator[str]:
         if seconds > 0:
             yield f"    {part.name.removesuffix('_s'):<26}{step_time(seconds):>12}  {seconds / best.step_s:6.1%}"
     yield f"    MFU {best.mfu(causal=False):.1%} (attention in full), {best.mfu(causal=True):.1%} (causal by half)"
-    if best.executions is not None:
-        yield "  Blocks"
-        for sentence in best.executions.why:
-            yield from wrapped(sentence, columns, "    ", "      ")
-    yield from wrapped(explain.range_words(best), columns, "  ", "    ")
-    if ranking.legal > 1:
-        yield "  Rejected"
-        for sentence in explain.rejected(ranking):
-            yield from wrapped(sentence, columns, "    ", "      ")
+    if sent := best.traffic():
+        yield "  Sent by the first rank in a step, GB"
+        for axis, collective, calls, sent_bytes in sent:
+            calls_text = f"{calls:,} {'call' if calls == 1 else 'calls'}"
+            yield f"    {axis:<14}{collective:<16}{calls_text:>14}{sent_bytes / GB:>11.3f}"
 
 
 def after_plan(answer: "PlanAnswer", written: list[Path]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from meshwright.interface.process.launch import (
 )
 from meshwright.spec.errors import ArgumentError, IllegalLayout
 from meshwright.spec.extras import require
-from meshwright.spec.plan.plan import SAMPLES, world_violation
+from meshwright.spec.plan.plan import RANDOM, SAMPLES, world_violation
 
 if TYPE_CHECKING:
     from meshwright.spec import Plan
@@ -137,7 +137,11 @@ def start(
                 done = f"Saved after {where}" if answer.summary.checkpoint else "Stopped before the first step"
                 print(f"{done}; to continue: {again(verb, [*words, *options.words], str(answer.run))}", flush=True)
             elif dry_run and (memory := memory_summary(answer.run, answer.summary)):
-                print(f"{memory}\nmore: {command(['compare', str(answer.run)])}", flush=True)
+                # What a model was tuned or distilled from is what its reader compares it with.
+                source = {"tune": plan.init, "distill": plan.teacher_init}.get(verb, RANDOM)
+                name = str(answer.run)
+                more = ["compare", name] if source == RANDOM else ["eval", name, "--against", source]
+                print(f"{memory}\nmore: {command(more)}", flush=True)
     if answer.summary.stopped == "interrupted":
         raise typer.Exit(INTERRUPTED)
 

@@ -51,6 +51,11 @@ def _batch(word: str, flags: Flags, processes: int) -> list[str]:
     return [f"layout.micro_batch={rows}", f"recipe.global_batch={rows * accumulated * processes}"]
 
 
+def _epochs(word: str, flags: Flags, processes: int) -> list[str]:
+    # As in TRL, steps above 0 replace epochs, whichever stands first.
+    return [] if int(flags.get("max_steps", -1)) > 0 else [f"recipe.epochs={float(word):g}"]
+
+
 def _data(word: str) -> str:
     is_here = Path(word).expanduser().exists() or Path(word).suffix in (".jsonl", ".json", ".parquet")
     return word if is_here else f"hub:{word}"
@@ -94,7 +99,7 @@ FLAGS = (
     _flag("dataset_name", "data", _data),
     _flag("output_dir", "run"),
     _flag("learning_rate", "recipe.learning_rate"),
-    _flag("num_train_epochs", "recipe.epochs", lambda word: f"{float(word):g}"),
+    TrlFlag(names=("num_train_epochs",), keys="`recipe.epochs`, unless `max_steps` is above 0", write=_epochs),
     _flag("max_steps", "recipe.steps", lambda word: word if int(word) > 0 else ""),
     TrlFlag(
         names=("per_device_train_batch_size", "gradient_accumulation_steps"),
