@@ -119,9 +119,12 @@ def _peak(document: Any) -> str:
 
 def _fits(document: Any) -> str:
     from meshwright.planner.memory.rank_memory import DRIVER_BYTES
+    from meshwright.planner.step.prediction import LIKELY
 
     usable = document["plan"]["cluster"]["device"]["memory_bytes"] - DRIVER_BYTES
-    return "yes" if document["peak_bytes"] <= usable else "**no**"
+    if document["peak_bytes"] > usable:
+        return "**no**"
+    return "yes" if document["fit_probability"] >= LIKELY else f"tight: {document['fit_probability']:.0%}"
 
 
 def _sent(*axes: str) -> Callable[[Any], str]:
