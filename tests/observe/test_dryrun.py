@@ -390,7 +390,6 @@ def test_of_equal_pieces_one_rank_copies_each() -> None:
     assert dry_run(many, device="cuda").worst.staging_bytes == written_bytes(TINY, many.layout, "fp32")
 
 
-def test_offload_on_a_cpu_is_refused_as_by_train() -> None:
-    plan = Plan(model=TINY, layout=Layout(offload="activations"))
-    with pytest.raises(PlanError, match="which is all that a CPU has: take layout"):
-        dry_run(plan, device="cpu")
+def test_offload_on_a_cpu_is_refused_as_by_train(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dryrun", "model=llama-tiny", "layout.offload=activations"]) == 2
+    assert "which is all that a CPU has: take layout.offload=off" in capsys.readouterr().err

@@ -36,7 +36,6 @@ from meshwright.planner.step.predict import predict
 from meshwright.spec import Plan
 from meshwright.spec.layout.layout import check_ranks, pipeline_ranks, place_of
 from meshwright.spec.memory.held import HeldParameter, list_held, takes
-from meshwright.spec.rules.legal import check_offload
 from meshwright.spec.rules.passes import compiles_blocks, is_lowered
 from meshwright.spec.weights.boxes import Box, StateStorage
 from meshwright.store.saver import Piece, piece
@@ -121,7 +120,6 @@ def dry_run(
     """
     device = device or device_of(plan)
     plan.check()
-    check_offload(plan.layout, device)
     # The layout is resolved as on the target device: what auto means there, and kernels that run there.
     if device == "cuda":
         plan = predict(plan).settled

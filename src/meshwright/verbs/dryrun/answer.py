@@ -11,6 +11,7 @@ from meshwright.interface.planning import plan_reading
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit
 from meshwright.spec.layout.layout import check_ranks
+from meshwright.spec.rules.legal import check_offload
 from meshwright.spec.units import gib
 
 if TYPE_CHECKING:
@@ -150,8 +151,10 @@ def dry_run(
     # Before torch is loaded, so that a mistyped rank costs no seconds.
     check_ranks(parsed.layout, ranks)
     from meshwright.observe.dryrun.document import room_of  # loads torch
+    from meshwright.observe.dryrun.simulate import device_of
     from meshwright.observe.dryrun.simulate import dry_run as simulate
 
+    check_offload(parsed.layout, device or device_of(parsed))
     simulation = simulate(parsed, ranks=ranks, device=device, load=load, whole=whole, progress=told)
     return DryRunAnswer(simulation=simulation, room=room_of(simulation.plan, simulation.device))
 
