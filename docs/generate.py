@@ -124,7 +124,7 @@ def _fits(document: Any) -> str:
     usable = document["plan"]["cluster"]["device"]["memory_bytes"] - DRIVER_BYTES
     if document["peak_bytes"] > usable:
         return "**no**"
-    return "yes" if document["fit_probability"] >= LIKELY else f"tight: {document['fit_probability']:.0%}"
+    return "yes" if document["fit_probability"] >= LIKELY else f"tight: {100 * document['fit_probability']:.0f} %"
 
 
 def _sent(*axes: str) -> Callable[[Any], str]:
