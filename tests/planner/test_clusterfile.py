@@ -13,11 +13,11 @@ from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.cost.work import MemoryPass
 from meshwright.planner.kernels.fitted_kernel import RateGrid
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
-from meshwright.planner.machine.clusterfile import ClusterFile, MeasuredRates, is_file, load, load_named, text
+from meshwright.planner.machine.clusterfile import ClusterFile, MeasuredRates, load, load_named, text
 from meshwright.planner.machine.overheads import fit_overheads
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.spec.errors import PlanError
-from meshwright.spec.layout.cluster import Device
+from meshwright.spec.layout.cluster import Device, names_file
 from meshwright.spec.memory import held
 from meshwright.verbs.main import main
 
@@ -195,7 +195,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_names_of_files(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
     path.write_text(text(machine()))
-    assert is_file(str(path)) and is_file(f"{path}x4") and not is_file("h100x8")
+    assert names_file(str(path)) and names_file(f"{path}x4") and not names_file("h100x8")
     assert load_named(str(path))[1].devices == 2 and load_named(f"{path}x4", 3)[1].devices == 12
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from meshwright.interface.process import launch as launching
+from meshwright.interface.process.environment import TASK_COUNTS
 from meshwright.spec.errors import RunError
 from meshwright.verbs.main import main
 from tests.verbs import toy
@@ -116,7 +117,7 @@ def test_started_by_hand_without_an_address(monkeypatch: pytest.MonkeyPatch) -> 
         pass
 
 
-@pytest.mark.parametrize(("name", "launcher"), launching.TASK_COUNTS.items())
+@pytest.mark.parametrize(("name", "launcher"), TASK_COUNTS.items())
 def test_processes_without_numbers_are_refused(
     name: str, launcher: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

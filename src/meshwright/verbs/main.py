@@ -19,17 +19,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != "--debug"] or ["--help"]
     if words[0] in ("-h", "--help", "--version"):
         return _print_overview(words[0])
-    from meshwright.interface.process.environment import describe_defaults, number_mpi_ranks, set_defaults
-    from meshwright.interface.process.launch import processes, rank
+    from meshwright.interface.process import environment
 
     # Before any verb is imported: torch reads the environment when it is loaded.
-    number_mpi_ranks(os.environ)
+    environment.number_mpi_ranks(os.environ)
     if not debug:
         warnings.simplefilter("ignore")
-    set_defaults(os.environ)
-    if debug and rank() == 0:
-        print("\n".join(f"meshwright: environment: {line}" for line in describe_defaults(os.environ)), file=sys.stderr)
-    if processes() > 1 and not debug:
+    environment.set_defaults(os.environ)
+    if debug and environment.rank() == 0:
+        print(
+            "\n".join(f"meshwright: environment: {line}" for line in environment.describe_defaults(os.environ)),
+            file=sys.stderr,
+        )
+    if environment.processes() > 1 and not debug:
         # Before torch is loaded: its sockets warn with the whole C++ stack of what then becomes one line here.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return _run(words, debug=debug)
@@ -55,8 +57,9 @@ def _print_overview(option: str) -> int:
 
 def _run(words: Sequence[str], *, debug: bool) -> int:
     """Run a verb. Typer's own runner would answer Ctrl-C and closed pipes in its own words."""
+    from meshwright.interface.process.environment import processes, rank
     from meshwright.interface.process.failure import USAGE, explain, explain_usage
-    from meshwright.interface.process.launch import fail, processes, rank
+    from meshwright.interface.process.launch import fail
     from meshwright.spec.errors import MeshwrightError
 
     try:

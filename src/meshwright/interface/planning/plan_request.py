@@ -26,7 +26,7 @@ from meshwright.interface.planning.plan_reading import (
 )
 from meshwright.planfile.reading import ReadFolder
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
-from meshwright.planner.machine.clusterfile import is_file, load_named
+from meshwright.planner.machine.clusterfile import load_named
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import usable_bytes
@@ -34,6 +34,7 @@ from meshwright.spec import Cluster, Layout, Plan, presets
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError, argument
 from meshwright.spec.hub_cache import find_snapshot
 from meshwright.spec.hub_names import download_command, split_revision
+from meshwright.spec.layout.cluster import names_file
 from meshwright.spec.recipe.recipe import DISTILL
 from meshwright.spec.rules.legal import layout_violations
 from meshwright.spec.units import GIB
@@ -93,7 +94,7 @@ def asked_plan(
     elif nodes is not None:
         requested = replace(requested, cluster=replace(requested.cluster, nodes=nodes))
     # A measured machine has curves in place of data sheets.
-    if cluster is None or not is_file(cluster):
+    if cluster is None or not names_file(cluster):
         _check_figures(
             requested, argument("cluster", cluster) if cluster else f"cluster.device {requested.cluster.device.name!r}"
         )
@@ -124,7 +125,7 @@ def asked_estimator(
 
     A machine is measured with this package's engine, so other software needs data sheets. Raises ArgumentError.
     """
-    if cluster is not None and is_file(cluster):
+    if cluster is not None and names_file(cluster):
         if not stack.is_meshwright:
             raise ArgumentError("cluster", cluster, "was measured with this engine", "name a device for another stack")
         return load_named(cluster)[0].estimator(plan, document_tokens)
@@ -149,7 +150,7 @@ def planner_of(plan: Plan, cluster: str | None) -> Estimator | None:
 
 def _cluster(name: str, nodes: int) -> Cluster:
     """Return a device and its number per node, or the cluster of a file of calibrate."""
-    if is_file(name):
+    if names_file(name):
         return load_named(name, nodes)[1]
     try:
         return presets.cluster(name, nodes)

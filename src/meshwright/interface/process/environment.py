@@ -1,4 +1,4 @@
-"""Environment variables: defaults for libraries, mpirun's rank numbers, and what a deterministic run needs.
+"""Environment variables: defaults for libraries, rank numbers, and what a deterministic run needs.
 
 Libraries read most of them on import. A variable that the user has set is kept. An empty one
 (`NAME= meshwright train ...`) restores the library's default. `meshwright --debug` prints them, and
@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from meshwright.spec.errors import PlanError
+
 if TYPE_CHECKING:
     from meshwright.spec import Plan
 
@@ -25,6 +27,8 @@ MPI_VARIABLES = {
     "LOCAL_WORLD_SIZE": ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
 }
 """torchrun's variable -> mpirun's variables."""
+TASK_COUNTS = {"SLURM_STEP_NUM_TASK_COUNTS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+"""Variables with the process count of launchers that do not set torch's -> launcher."""
 ACCELERATE_SHARDING = {"FSDP": "USE_FSDP", "DeepSpeed": "USE_DEEPSPEED", "Megatron-LM": "USE_MEGATRON_LM"}
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -98,6 +102,42 @@ def number_mpi_ranks(environ: MutableMapping[str, str]) -> None:
         number = next((environ[other] for other in others if other in environ), None)
         if number is not None:
             environ.setdefault(name, number)
+
+
+def rank() -> int:
+    """Return this process's rank under torchrun, 0 when alone."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def processes() -> int:
+    """Return the number of processes that torchrun started, 1 when alone."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def nodes() -> int:
+    """Return the number of machines with equally many processes each, 1 if unknown."""
+    launchers = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    return launchers if processes() % launchers == 0 else 1
+
+
+def use_nodes(number: int) -> None:
+    """Restrict the run to the first nodes. Processes of the others stand by."""
+    per_node = processes() // nodes()
+    os.environ["WORLD_SIZE"], os.environ["GROUP_WORLD_SIZE"] = str(number * per_node), str(number)
+
+
+def refuse_unnumbered(environ: Mapping[str, str]) -> None:
+    """Raise PlanError for processes that a launcher started without rank numbers.
+
+    Each would train alone, and all would write one folder.
+    """
+    for name, launcher in TASK_COUNTS.items() if "WORLD_SIZE" not in environ else ():
+        if environ.get(name, "1") not in ("", "0", "1"):
+            raise PlanError(
+                f"{launcher} started {environ[name]} processes without RANK and WORLD_SIZE, so each would train "
+                "alone. Start one torchrun per node: srun --ntasks-per-node=1 torchrun --nproc-per-node=8 ... "
+                "(`meshwright launch PLAN.yaml --to slurm` writes the job), or set RANK and WORLD_SIZE"
+            )
 
 
 def unread_accelerate_settings(environ: Mapping[str, str], plan: "Plan") -> Iterator[str]:

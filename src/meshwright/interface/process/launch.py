@@ -14,14 +14,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.spec.errors import MeshwrightError, PlanError, RunError
+from meshwright.interface.process.environment import processes, rank
+from meshwright.spec.errors import MeshwrightError, RunError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -86,34 +87,10 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 _watchdog: "Watchdog | None" = None
 """The watchdog of this process. Whatever ends a verb is reported through it."""
-TASK_COUNTS = {"SLURM_STEP_NUM_TASK_COUNTS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
-"""Variables with the process count of launchers that do not set torch's -> launcher."""
 
 
 class Unreachable(RunError):
     """No store to meet the other ranks at, so each rank reports for itself."""
-
-
-def rank() -> int:
-    """Return this process's rank under torchrun, 0 when alone."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def processes() -> int:
-    """Return the number of processes that torchrun started, 1 when alone."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def nodes() -> int:
-    """Return the number of machines with equally many processes each, 1 if unknown."""
-    launchers = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    return launchers if processes() % launchers == 0 else 1
-
-
-def use_nodes(number: int) -> None:
-    """Restrict the run to the first nodes. Processes of the others stand by."""
-    per_node = processes() // nodes()
-    os.environ["WORLD_SIZE"], os.environ["GROUP_WORLD_SIZE"] = str(number * per_node), str(number)
 
 
 def stand_by() -> None:
@@ -148,20 +125,6 @@ def _dismiss(store: "dist.TCPStore", spares: range) -> None:
                 if store.check([f"left/{word}"]):
                     waiting.discard(spare)
         time.sleep(SPARE_S / 2)
-
-
-def refuse_unnumbered(environ: Mapping[str, str]) -> None:
-    """Raise PlanError for processes that a launcher started without rank numbers.
-
-    Each would train alone, and all would write one folder.
-    """
-    for name, launcher in TASK_COUNTS.items() if "WORLD_SIZE" not in environ else ():
-        if environ.get(name, "1") not in ("", "0", "1"):
-            raise PlanError(
-                f"{launcher} started {environ[name]} processes without RANK and WORLD_SIZE, so each would train "
-                "alone. Start one torchrun per node: srun --ntasks-per-node=1 torchrun --nproc-per-node=8 ... "
-                "(`meshwright launch PLAN.yaml --to slurm` writes the job), or set RANK and WORLD_SIZE"
-            )
 
 
 @contextmanager

@@ -81,7 +81,8 @@ def rotate_pair(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate as the reference does, on a GPU in the memory of q and k where that is allowed."""
     if (
-        (loops := serving_library.loops())
+        not torch.is_grad_enabled()
+        and (loops := serving_library.loops())
         and serving_library.takes(q, k, cos, sin)
         and len(q) == len(cos) == 1
         and not interleaved

@@ -27,8 +27,8 @@ from meshwright.planner.kernels.fitted_kernel import RateGrid
 from meshwright.planner.serving.engine_rates import EngineRates
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.spec import presets
-from meshwright.spec.errors import ArgumentError, PlanError, argument
-from meshwright.spec.layout.cluster import Cluster, Device
+from meshwright.spec.errors import PlanError, argument
+from meshwright.spec.layout.cluster import Cluster, Device, split_file
 from meshwright.spec.plan.plan import Plan
 
 MENDING = "`meshwright calibrate --out FILE.toml` writes a whole one"
@@ -98,25 +98,11 @@ class ClusterFile:
         return self.rates[min(self.rates, key=lambda known: abs(log(known / ranks)))]
 
 
-def is_file(name: str) -> bool:
-    """Return whether `cluster` names a file: FILE.toml, or FILE.tomlxN with N devices in a node."""
-    return _split(name)[0].endswith(".toml")
-
-
 def load_named(name: str, nodes: int = 1) -> tuple[ClusterFile, Cluster]:
     """Return the file and the cluster that FILE.toml or FILE.tomlxN names. Raises PlanError, as `load` does."""
-    path, per_node = _split(name)
+    path, per_node = split_file(name)
     machine = load(Path(path))
     return machine, machine.cluster(per_node, nodes)
-
-
-def _split(name: str) -> tuple[str, int]:
-    path, x, number = name.rpartition("x")
-    if x and path.endswith(".toml") and number.isdecimal() and 0 < int(number) < 10**6:
-        return path, int(number)
-    if x and path.endswith(".toml"):
-        raise ArgumentError("cluster", name, remedy=f"{number or 'nothing'} devices in a node cannot be; as {path}x8")
-    return name, 0
 
 
 def load(path: Path) -> ClusterFile:

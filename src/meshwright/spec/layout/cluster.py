@@ -1,9 +1,12 @@
-"""Cluster: the hardware of a plan. Peaks and measured ceilings stand side by side, each with its source."""
+"""Cluster: the hardware of a plan, or the name of a file that describes it.
+
+Peaks and measured ceilings stand side by side, each with its source.
+"""
 
 import math
 from dataclasses import dataclass
 
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import ArgumentError, PlanError
 
 CORES = " cores"
 """Suffix that `calibrate` gives to the name of a machine's own processor."""
@@ -108,3 +111,18 @@ class Cluster:
     def devices(self) -> int:
         """Total number of devices."""
         return self.devices_per_node * self.nodes
+
+
+def names_file(name: str) -> bool:
+    """Return whether `cluster` names a file: FILE.toml, or FILE.tomlxN with N devices in a node."""
+    return split_file(name)[0].endswith(".toml")
+
+
+def split_file(name: str) -> tuple[str, int]:
+    """Return (FILE.toml, N) of FILE.tomlxN. N is 0 where the name has none."""
+    path, x, number = name.rpartition("x")
+    if x and path.endswith(".toml") and number.isdecimal() and 0 < int(number) < 10**6:
+        return path, int(number)
+    if x and path.endswith(".toml"):
+        raise ArgumentError("cluster", name, remedy=f"{number or 'nothing'} devices in a node cannot be; as {path}x8")
+    return name, 0

@@ -36,7 +36,7 @@ def calibrate(
     FILE.toml` reads the file. Measure while nothing else runs.
     """
     from meshwright.interface.answers.answer import check_parent
-    from meshwright.interface.process.launch import processes
+    from meshwright.interface.process.environment import processes
     from meshwright.store.durable import refuse_unwritable
 
     # Measuring takes a minute: check the arguments before.

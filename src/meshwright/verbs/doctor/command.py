@@ -27,7 +27,8 @@ def doctor(
     problem comes with advice; exit code 1 where training would fail. Under torchrun it checks all ranks and their
     links, and names the slow ones. The output of --json can be sent to others: it holds no names of machines or people.
     """
-    from meshwright.interface.process.launch import joined, processes, rank
+    from meshwright.interface.process.environment import processes, rank
+    from meshwright.interface.process.launch import joined
 
     with joined():
         from meshwright.interface.terminal.screen_text import print_json

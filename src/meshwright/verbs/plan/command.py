@@ -295,10 +295,10 @@ def _with_gpus(cluster: str | None, gpus: int | None) -> str | None:
 def _device_note(cluster: str | None, nodes: int) -> list[str]:
     """Return a caution about a device whose name is ambiguous."""
     from meshwright.interface.terminal.screen_text import width, wrapped
-    from meshwright.planner.machine.clusterfile import is_file
+    from meshwright.spec.layout.cluster import names_file
     from meshwright.spec.presets import device_note
 
-    note = "" if cluster is None or is_file(cluster) else device_note(cluster, nodes)
+    note = "" if cluster is None or names_file(cluster) else device_note(cluster, nodes)
     return list(wrapped(note, width(), "  ! ")) if note else []
 
 

@@ -11,7 +11,7 @@ from meshwright.interface.answers.markup import line, table, whole
 from meshwright.interface.planning.plan_request import asked_plan
 from meshwright.planner.cost.exchanges import Links
 from meshwright.planner.cost.speeds import Speeds
-from meshwright.planner.machine.clusterfile import is_file, load_named
+from meshwright.planner.machine.clusterfile import load_named
 from meshwright.planner.serving.cached_layers import elements_per_position, served
 from meshwright.planner.serving.closed_loop import Load
 from meshwright.planner.serving.deployment import (
@@ -39,6 +39,7 @@ from meshwright.planner.serving.serving_plan import (
 from meshwright.planner.serving.step_times import StepTimes
 from meshwright.spec import Cluster, Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit, argument
+from meshwright.spec.layout.cluster import names_file
 from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.plan.execution import BESIDE_ANSWERS
 from meshwright.spec.units import gib
@@ -232,7 +233,7 @@ def plan_serving(
     """
     plan = asked_plan(model, cluster, nodes, ())
     # A measured machine is planned for our own engine, which `measure` runs in fp32.
-    machine_file = cluster if cluster is not None and is_file(cluster) else None
+    machine_file = cluster if cluster is not None and names_file(cluster) else None
     default_format = "fp32" if machine_file else "bf16"
     quantization, kv_dtype = quantization or default_format, kv_dtype or default_format
     asked, timed = asked_load(

@@ -17,7 +17,7 @@ def print_serving(
     `load`: options of the load, empty or None = not given. `training`: options of plans of training, which are refused.
     """
     from meshwright.interface.terminal.screen_text import print_json, show
-    from meshwright.planner.machine.clusterfile import is_file
+    from meshwright.spec.layout.cluster import names_file
     from meshwright.verbs.plan_serve.answer import plan_serving
     from meshwright.verbs.plan_serve.screen import serving_answer
 
@@ -30,7 +30,7 @@ def print_serving(
         targets, number = argument("adapter_targets"), argument("adapters", "N")
         raise ArgumentError("adapter_rank", rule=f"and {targets} describe adapters", remedy=f"add {number}")
     asked: dict[str, Any] = {name: setting for name, setting in load.items() if setting not in ("", None)}
-    if measure and not (cluster and is_file(cluster)):
+    if measure and not (cluster and names_file(cluster)):
         raise ArgumentError(
             "measure",
             True,

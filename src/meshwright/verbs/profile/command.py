@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.interface.options import Words
-from meshwright.interface.process.launch import joined, nodes, processes, rank
+from meshwright.interface.process.environment import nodes, processes, rank
+from meshwright.interface.process.launch import joined
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.schedule import phase_words

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.interface.planning.plan_reading import read_plan
-from meshwright.interface.process import launch
+from meshwright.interface.process import environment, launch
 from meshwright.spec.errors import ArgumentError, IllegalLayout, RunError, argument
 from meshwright.spec.plan.plan import Plan, differences, nearest_layouts, world_violation
 from meshwright.spec.rules.legal import divisors
@@ -40,7 +40,7 @@ def read_elastic_plan(words: Sequence[str], elastic: str, notes: list[str]) -> t
 
     Returns the plan, resume, and the ranks that only wait. From here on, this process counts the nodes that train.
     """
-    nodes, present, started = NodeRange.parse(elastic), launch.nodes(), launch.processes()
+    nodes, present, started = NodeRange.parse(elastic), environment.nodes(), environment.processes()
     per_node = started // present
     # A degree `auto` is that of all nodes, and then changes with the rest of the layout.
     plan, resume = read_plan(words, {}, processes=nodes.most * per_node, notes=notes)
@@ -51,7 +51,7 @@ def read_elastic_plan(words: Sequence[str], elastic: str, notes: list[str]) -> t
         notes.append(why)
     if launch.has_agent_store():
         notes.append(NO_RETURN)
-    launch.use_nodes(used)
+    environment.use_nodes(used)
     return plan, resume, range(used * per_node, started)
 
 

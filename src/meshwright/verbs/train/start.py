@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.interface.process.environment import unread_accelerate_settings
-from meshwright.interface.process.launch import (
-    command,
-    joined,
-    launched,
+from meshwright.interface.process.environment import (
     nodes,
     processes,
     rank,
     refuse_unnumbered,
-    stand_by,
+    unread_accelerate_settings,
 )
+from meshwright.interface.process.launch import command, joined, launched, stand_by
 from meshwright.spec.errors import ArgumentError, IllegalLayout
 from meshwright.spec.extras import require
 from meshwright.spec.plan.plan import RANDOM, SAMPLES, world_violation

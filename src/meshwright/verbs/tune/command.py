@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from meshwright.interface.options import Words
-from meshwright.interface.process.launch import processes
+from meshwright.interface.process.environment import processes
 from meshwright.verbs.train.start import Anyway, AsJson, HangAfter, NoDryRun, Options, TensorBoard, WandB, start
 
 
