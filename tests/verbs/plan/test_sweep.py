@@ -1,6 +1,7 @@
 """`plan --sweep`: a row for each value, equal to what `plan` says of it alone, and refusals as rows."""
 
 import json
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -42,6 +43,29 @@ def test_what_does_not_fit_stays_with_its_reason(capsys: pytest.CaptureFixture[s
     table = lines[next(n for n, line in enumerate(lines) if "tok/s/GPU" in line) :]
     assert "legal layouts fits" in table[1] and table[1].split()[0] == "1"
     assert any(line.split()[:1] == ["8"] and "%" in line for line in table)
+
+
+def test_a_plan_files_layout_stays_but_for_the_swept_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """dp_shard follows tp and pp, pp=1 drops the schedule, and another policy drops the number of layers."""
+    file = tmp_path / "plan.yaml"
+    words = "dp_replicate=1,dp_shard=4,zero=2,pp=2,schedule=zb-h1,micro_batch=2,recompute=full,recompute_layers=3"
+    assert main([*MODEL, "--layout", words, "--save", str(file)]) == 0
+    capsys.readouterr()
+
+    def layouts(sweep: str, fixed: str = "plan") -> Iterator[dict[str, object]]:
+        assert main(["plan", str(file), "--layout", fixed, "--sweep", sweep, "--json"]) == 0
+        for row in json.loads(capsys.readouterr().out)["rows"]:
+            assert row["zero"] == row["micro_batch"] == 2 and row["dp_replicate"] == 1
+            yield row
+
+    for tp, row in zip((1, 2), layouts("tp=1,2"), strict=True):
+        assert (row["tp"], row["dp_shard"], row["schedule"], row["recompute_layers"]) == (tp, 4 // tp, "zb-h1", 3)
+    for pp, row in zip((1, 2), layouts("pp=1,2", "plan,recompute=none"), strict=True):
+        assert (row["pp"], row["dp_shard"], row["recompute"]) == (pp, 8 // pp, "none")
+    for policy, row in zip(("none", "full"), layouts("recompute=none,full"), strict=True):
+        assert (row["recompute"], row["dp_shard"], row["schedule"]) == (policy, 4, "zb-h1")
+    assert main(["plan", str(file), "--layout", "plan,tp=3"]) == 2
+    assert "does not divide the 8 devices" in capsys.readouterr().err
 
 
 def test_two_keys_are_a_grid_and_the_page_has_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

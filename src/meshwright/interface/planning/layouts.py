@@ -57,17 +57,21 @@ def carried_layout(asked: Plan, texts: Sequence[str], stack: str = "") -> tuple[
 def fixed_layout(asked: Plan, texts: Sequence[str]) -> Fixed:
     """Return {"dp": (8,), "tp": (2,)} of `dp=8,tp=2`.
 
-    Also reads layouts as `plan` prints them (dp=2x4, sp, interleaved), with notes in brackets.
+    Also reads layouts as `plan` prints them (dp=2x4, sp, interleaved), with notes in brackets. The word `plan` fixes
+    what no other word does, as in the plan.
     """
     fixed: Fixed = {}
-    for part in re.sub(r"\([^)]*\)", " ", " ".join(texts)).replace(",", " ").split():
-        for key, setting in _parts(part, asked):
+    parts = re.sub(r"\([^)]*\)", " ", " ".join(texts)).replace(",", " ").split()
+    for part in parts:
+        for key, setting in parse_part(part) if part != "plan" else ():
             if fixed.setdefault(key, (setting,)) != (setting,):
                 raise ArgumentError(
                     "layout",
                     rule=f"has {key}={_shown(fixed[key][0])} and {key}={_shown(setting)}",
                     remedy="take one of them",
                 )
+    if "plan" in parts:
+        fixed = _layout_of_plan(asked, fixed) | fixed
     # Before the product is checked, since capturing fixes further degrees.
     if fixed.get("cuda_graphs") == ("on",):
         _fix_capturable(asked, fixed)
@@ -86,13 +90,23 @@ def fixed_layout(asked: Plan, texts: Sequence[str]) -> Fixed:
     return fixed
 
 
-def _parts(part: str, asked: Plan) -> list[tuple[str, Any]]:
-    if not part:
-        return []
-    # The word `plan` fixes every searched field, so that --layout plan scores the plan's layout alone.
-    if part == "plan":
+def _layout_of_plan(asked: Plan, others: Fixed) -> Fixed:
+    """Return every searched field as the plan has it, except those that follow from `others`."""
+    following = {"schedule", "vp"} if "pp" in others else set()
+    if "recompute" in others:
+        following.add("recompute_layers")
+    if others.keys() & {"dp", "dp_replicate", "tp", "cp", "pp"}:
+        following.add("dp_shard")
+    else:
         _check_world(asked)
-        return [(name, getattr(asked.layout, name)) for name in SEARCHED]
+    return {name: (getattr(asked.layout, name),) for name in SEARCHED if name not in following}
+
+
+def parse_part(part: str, name: str = "layout") -> list[tuple[str, Any]]:
+    """Return [("tp", 2)] of `tp=2`, a word of the argument `name`.
+
+    Raises ArgumentError when the key or its value is none of a layout.
+    """
     key, equals, text = part.partition("=")
     key, text = key.strip().removeprefix("layout."), text.strip()
     if not equals and key == "sp":
@@ -103,27 +117,25 @@ def _parts(part: str, asked: Plan) -> list[tuple[str, Any]]:
     replicate, x, shard = text.partition("x")
     if key == "dp" and x and replicate.isdecimal() and shard.isdecimal() and int(replicate) and int(shard):
         return [("dp_replicate", int(replicate)), ("dp_shard", int(shard))]
-    return [(key, _parse_setting(part, key, text))]
+    return [(key, _parse_setting(name, part, key, text))]
 
 
-def _parse_setting(part: str, key: str, text: str) -> Any:
+def _parse_setting(name: str, part: str, key: str, text: str) -> Any:
     words = {"recompute": RECOMPUTE, "schedule": NAMES, "sp": ("true", "false"),
              "zero": ("0", "1", "2", "3"), "offload": ("off", "activations"),
              "cuda_graphs": ("auto", "off", "on")}  # fmt: skip
     if key in words and text in words[key]:
         return {"sp": text == "true", "zero": int(text) if text.isdecimal() else 0}.get(key, text)
     if key in words:
-        raise ArgumentError("layout", part, remedy=f"{key} takes {' or '.join(words[key])}")
+        raise ArgumentError(name, part, remedy=f"{key} takes {' or '.join(words[key])}")
     if key in DEGREES:
         least = 0 if key == "recompute_layers" else 1
         if text.isdecimal() and least <= int(text) < 2**31:
             return int(text)
-        raise ArgumentError("layout", part, remedy=f"{key} takes a whole number of {least} or more")
+        raise ArgumentError(name, part, remedy=f"{key} takes a whole number of {least} or more")
     if key in {field.name for field in fields(Layout)}:
-        raise ArgumentError("layout", part, remedy=f"plan does not search {key}; write layout.{key} into a plan file")
-    raise ArgumentError(
-        "layout", part, remedy=f"{key!r} is not a field of a layout; {suggest(key, [*DEGREES, *WORDS], 1)}"
-    )
+        raise ArgumentError(name, part, remedy=f"plan does not search {key}; write layout.{key} into a plan file")
+    raise ArgumentError(name, part, remedy=f"{key!r} is not a field of a layout; {suggest(key, [*DEGREES, *WORDS], 1)}")
 
 
 def _check_world(asked: Plan) -> None:

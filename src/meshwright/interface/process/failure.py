@@ -15,6 +15,9 @@ KINDS = (
     (r"(?:greater than or equal to |x>=)([-\d.]+)", r"at least \1"),
 )
 """Complaint of typer or click about a value -> what the value must be."""
+EXTRA_SETTING = re.compile(r"Got unexpected extra argument(?:s|\(s\))? \((\w+\.)?(\w+=[^ )]+)")
+UNITS = {"GIB": "GiB, as 40", "HOURS": "hours", "SECONDS": "seconds", "USD": "dollars", "GB/s": "GB/s"}
+"""Name of a value in help -> its unit."""
 SUGGESTIONS = (
     (r"\. Did you mean ('[^']+')\?$", r". Did you mean \1?"),
     (r" \(Possible options: ([^)]+)\)$", r". Did you mean \1?"),
@@ -57,6 +60,11 @@ def explain_usage(error: Any, words: Sequence[str]) -> str:
         message = re.sub(pattern, replacement, message)
     if verb == "generate " and message.startswith("Got unexpected extra argument"):
         message = f"A prompt is given as --prompt TEXT, in quotes where it has spaces ({message.partition(' ')[2]})"
+    # Verbs that train take keys as words.
+    if verb == "plan " and (setting := EXTRA_SETTING.match(message)):
+        section, words_of_section = setting.groups()
+        option = "--recipe" if section == "recipe." else "--layout"
+        message = f"{section or ''}{words_of_section} is given as {option} {words_of_section}"
     # Other programs have such an option on every command.
     if message.startswith("No such option: --dry-run"):
         message = f"{verb}has no --dry-run: `meshwright dryrun` makes a dry run alone"
@@ -69,6 +77,8 @@ def explain_usage(error: Any, words: Sequence[str]) -> str:
 def _explain_value(message: str, option: Any, words: Sequence[str]) -> str:
     """Return `--nodes abc must be a whole number`, or an empty text for any other complaint."""
     kind = next((match.expand(kind) for pattern, kind in KINDS if (match := re.search(pattern, message))), "")
+    if kind and (unit := UNITS.get(getattr(option, "metavar", None) or "")):
+        kind += f" of {unit}"
     names = [name for name in getattr(option, "opts", ()) if name.startswith("-")]
     typed = next(_typed_values(names, words), "") if kind else ""
     return f"{typed} must be {kind}" if typed else ""

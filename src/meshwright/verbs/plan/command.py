@@ -52,8 +52,8 @@ def plan(
         typer.Option(
             "--layout",
             metavar="KEY=N,...",
-            help="Fix some: dp=8,tp=2,zero=3,recompute=full; the rest is searched. `plan`: all, as in PLAN.yaml. "
-            "A layout as this verb prints it, in quotes, fixes that one.",
+            help="Fix some: dp=8,tp=2,zero=3,recompute=full; the rest is searched. `plan`: as in PLAN.yaml; "
+            "`plan,tp=2`: with that change. A layout as this verb prints it, in quotes, fixes that one.",
         ),
     ] = None,
     recipe: AskedRecipe = None,

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.interface.answers.answer import Answer, HasPlan, checked
 from meshwright.interface.answers.markup import HEAD, curve, line, step_length, table, whole
-from meshwright.interface.planning.layouts import CARRIED, DEGREES, WORDS, PlannedLayout
+from meshwright.interface.planning.layouts import CARRIED, DEGREES, WORDS, PlannedLayout, parse_part
 from meshwright.interface.planning.plan_reading import Section, section_words
 from meshwright.interface.terminal.screen_text import width, wrapped
 from meshwright.spec import Plan
@@ -243,6 +243,8 @@ def _values(sweeps: Sequence[str] | Mapping[str, Any]) -> dict[str, list[str]]:
             raise ArgumentError("sweep", shown, remedy=remedy)
         if not all(settings) or len({*settings}) < len(settings) or name in values:
             raise ArgumentError("sweep", shown, "must give each value once", "write KEY=A,B,C")
+        for setting in settings if name in (*DEGREES, *WORDS) else ():
+            parse_part(f"{name}={setting}", "sweep")
         if name == "nodes" and not all(setting.isdecimal() for setting in settings):
             raise ArgumentError("sweep", shown, remedy="nodes takes whole numbers of 1 or more")
         values[name] = settings
