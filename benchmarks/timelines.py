@@ -31,6 +31,14 @@ from meshwright.spec.layout.schedule import KINDS, schedule
 
 COMPUTES, SENDS = "computes", "communicates"
 LAYERS = 4
+FORWARD, BACKWARD = ("forward", "#1f5fa8"), ("backward", "#d9661f")
+COLLECTIVE, EXPOSED = ("collective", "#3a8f5c"), ("exposed communication", "#b3261e")
+MEANINGS = {
+    "forward": FORWARD, "F": FORWARD, "backward": BACKWARD, "B": BACKWARD, "BW": BACKWARD,
+    "W": ("gradients of weights", "#7a4fa3"), "sum": COLLECTIVE, "collective": COLLECTIVE,
+    "exposed exchange": EXPOSED, "exposed wait": EXPOSED,
+}  # fmt: skip
+"""Label of a piece -> its name in the legend, and colour."""
 SMALL = (
     "model=llama-10m",
     f"model.layers={LAYERS}",
@@ -123,7 +131,9 @@ def planned_data(layout: Layout) -> Lines:
         rank.run(COMPUTES, "forward", block.forward_s)
     ends = [rank.run(COMPUTES, "backward", block.backward_s) for _ in range(LAYERS)]
     for end_s in ends:
-        rank.run(SENDS, "sum", sum_s, end_s if layout.overlap == "on" else ends[-1])
+        ready_s = end_s if layout.overlap == "on" else ends[-1]
+        hides = max(ready_s, rank.free[SENDS]) < ends[-1]
+        rank.run(SENDS, "sum" if hides else "exposed exchange", sum_s, ready_s)
     return rank.lines()
 
 
@@ -238,10 +248,6 @@ def draw(name: str, halves: dict[str, dict[str, Lines]], file: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
-    colors = {
-        "forward": "#1f5fa8", "F": "#1f5fa8", "backward": "#d9661f", "B": "#d9661f", "BW": "#d9661f", "W": "#7a4fa3",
-        "sum": "#3a8f5c", "collective": "#3a8f5c", "exposed exchange": "#3a8f5c", "exposed wait": "#b3261e",
-    }  # fmt: skip
     cases = CASES[name]
     sheet = Figure(figsize=(11, 0.5 + 1.25 * len(cases)), layout="constrained", facecolor="white")
     panels = sheet.subplots(len(cases), len(halves), squeeze=False)
@@ -252,8 +258,8 @@ def draw(name: str, halves: dict[str, dict[str, Lines]], file: Path) -> None:
             axes, names = panels[row][column], sorted({piece.line for piece in lines.pieces})
             # Waits are drawn last, over the collectives that they wait for.
             for piece in sorted(lines.pieces, key=lambda piece: piece.label == "exposed wait"):
-                color = colors.get(piece.label, "#999999")
-                used["B or BW" if piece.label in ("B", "BW") else piece.label] = color
+                meaning, color = MEANINGS.get(piece.label, ("sums, norm and update", "#999999"))
+                used[meaning] = color
                 low, length = -names.index(piece.line), 1e3 * (piece.end_s - piece.start_s)
                 axes.add_patch(Rectangle((1e3 * piece.start_s, low), length, 0.85, facecolor=color, edgecolor="white",
                                          linewidth=0.4))  # fmt: skip
@@ -265,8 +271,9 @@ def draw(name: str, halves: dict[str, dict[str, Lines]], file: Path) -> None:
             exposed = f"{lines.exposed_s / lines.total_s:.0%} exposed" if lines.total_s else ""
             axes.set_title(f"{half}: {case}, {1e3 * lines.total_s:,.0f} ms, {exposed}", loc="left", fontsize=8)
         panels[-1][column].set_xlabel("ms", fontsize=8)
-    marks = [Rectangle((0, 0), 1, 1, facecolor=color) for color in used.values()]
-    sheet.legend(marks, list(used), loc="outside lower center", ncols=len(used), fontsize=8, frameon=False)
+    names = sorted(used, key=[*dict(MEANINGS.values()), *used].index)
+    marks = [Rectangle((0, 0), 1, 1, facecolor=used[name]) for name in names]
+    sheet.legend(marks, names, loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
     sheet.savefig(file, dpi=110)
 
 
