@@ -1,6 +1,7 @@
 """`profile`: a few real steps of a plan, measured and kept in its run folder."""
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -160,6 +161,9 @@ def check_steps(steps: int) -> None:
 
 def measure_and_keep(plan: "Plan", measure: Measure) -> ProfileAnswer | None:
     """Measure a plan and write the files into its run folder. None = another rank than the first."""
+    # Set before torch is imported, here and in the processes to start: else its profiler logs to stderr.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     plan.check()
     refuse_unwritable(Path(plan.run))
     # A named folder may hold another plan, whose files would then describe two programs.

@@ -1,6 +1,5 @@
 """`meshwright profile [PLAN.yaml] [KEY=VALUE ...]`: measure a few real steps."""
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated
@@ -43,9 +42,6 @@ def profile(
     from meshwright.interface.process.environment import fix_cublas_workspace
     from meshwright.verbs.profile.answer import check_steps, measure_and_keep
 
-    # Set before torch is imported, here and in the processes to start: else its profiler logs to stderr.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     notes: list[str] = []
     plan, _ = read_plan(words or (), {}, processes=processes(), notes=notes)
     fix_cublas_workspace(plan)
