@@ -26,6 +26,8 @@ def test_each_row_is_what_plan_says_of_that_value(capsys: pytest.CaptureFixture[
         alone = json.loads(capsys.readouterr().out)
         assert row["step_seconds"] == alone["step_seconds"]
         assert row["peak_bytes"] == alone["peak_bytes"]
+        memory = {part["kind"]: part["bytes"] for part in alone["memory"]}
+        assert 0 < row["activations_bytes"] == memory["activations"] < row["peak_bytes"]
         # Throughput and exposed communication by arithmetic of the test's own.
         assert row["tokens_per_second_per_device"] == pytest.approx(64 * 4096 / 8 / row["step_seconds"])
         seconds = {part["what"]: part["seconds"] for part in alone["time"]}
@@ -66,6 +68,14 @@ def test_a_plan_files_layout_stays_but_for_the_swept_key(tmp_path: Path, capsys:
         assert (row["recompute"], row["dp_shard"], row["schedule"]) == (policy, 4, "zb-h1")
     assert main(["plan", str(file), "--layout", "plan,tp=3"]) == 2
     assert "does not divide the 8 devices" in capsys.readouterr().err
+
+
+def test_the_terminal_shows_activations_where_no_row_has_a_bubble(capsys: pytest.CaptureFixture[str]) -> None:
+    for sweep, shown, hidden in (("recompute=none,full", "act. GiB", "bubble"), ("pp=1,2", "bubble", "act. GiB")):
+        assert main([*MODEL, "--layout", "dp_shard=4,tp=2" if hidden == "bubble" else "tp=1", "--sweep", sweep]) == 0
+        table = capsys.readouterr().out
+        assert shown in table and hidden not in table
+        assert max(map(len, table.splitlines())) <= 80
 
 
 def test_two_keys_are_a_grid_and_the_page_has_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,12 @@ from meshwright.verbs.plan.answer import plan
 CLUSTER_KEYS = ("cluster", "nodes")
 LAYOUT_KEYS = (*DEGREES, *WORDS, *CARRIED)
 MOST_ROWS = 100
-COLUMNS = ("tokens/s per GPU", "change", "MFU", "step", "GiB", "exposed", "bubble")
+COLUMNS = {
+    "tokens/s per GPU": "tok/s/GPU", "change": "change", "MFU": "MFU", "step": "step", "GiB": "GiB",
+    "act. GiB": "act. GiB", "exposed": "exposed", "bubble": "bubble",
+}  # fmt: skip
+"""Title of a column on the page -> on the terminal."""
+LENGTHS = {name: max(8, len(title)) for name, title in COLUMNS.items()}
 Keys = dict[str, str]
 """Swept key -> its value in a row."""
 
@@ -51,6 +56,11 @@ class SweepRow:
         """Communication of a step that runs beside no computation: exchanges, gathers and sums. 0 = refused."""
         time = {} if self.planned is None else self.planned.time
         return sum(time.get(part, 0.0) for part in ("exchange", "weights", "gradients"))
+
+    @property
+    def activations_bytes(self) -> int:
+        """Activations of the fullest rank at its peak. 0 = refused."""
+        return 0 if self.planned is None else self.planned.memory.get("activations", 0)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -92,7 +102,8 @@ class SweepAnswer(Answer):
         for row in self.sweep_rows:
             figures = row.planned.row() if row.planned else {}
             if row.planned:
-                figures |= {"exposed_seconds": row.exposed_seconds, "nodes": row.planned.plan.cluster.nodes}
+                figures |= {"activations_bytes": row.activations_bytes, "exposed_seconds": row.exposed_seconds,
+                            "nodes": row.planned.plan.cluster.nodes}  # fmt: skip
             rows.append({"swept": dict(row.keys), "fits": not row.refused, "refused": row.refused, **figures})
         return rows
 
@@ -100,18 +111,19 @@ class SweepAnswer(Answer):
         """Return the document that `plan --sweep --json` prints."""
         return {"sweep": list(self.names), "title": self.title, "fixed": list(self.words), "rows": self.rows()}
 
-    def cells(self, row: SweepRow) -> tuple[str, ...]:
-        """Return the text of COLUMNS. Empty = refused."""
+    def cells(self, row: SweepRow) -> dict[str, str]:
+        """Return the text of each of COLUMNS. Empty = refused."""
         if (planned := row.fitting) is None:
-            return ()
+            return {}
         rate = planned.tokens_per_second_per_device
         change = rate / self.first_rate - 1
-        return (
+        cells = (
             f"{rate:,.0f}", f"{change:+.0%}" if round(100 * change) else "0%", f"{planned.mfu_full:.1%}",
             step_length(planned.step_seconds), f"{planned.peak_bytes / GIB:.1f}{'!' if planned.tight else ''}",
-            f"{row.exposed_seconds / planned.step_seconds:.1%}",
+            f"{row.activations_bytes / GIB:.1f}", f"{row.exposed_seconds / planned.step_seconds:.1%}",
             f"{planned.time['bubble'] / planned.step_seconds:.1%}",
         )  # fmt: skip
+        return dict(zip(COLUMNS, cells, strict=True))
 
     def lines(self, write: Writer = write_in_python) -> Iterator[str]:
         """Yield the answer for the terminal. `write` writes the arguments in reasons."""
@@ -120,18 +132,22 @@ class SweepAnswer(Answer):
         yield ""
         widths = [max(len(name), *(len(row.keys[name]) for row in self.sweep_rows)) for name in self.names]
         lead = "  ".join(f"{name:<{size}}" for name, size in zip(self.names, widths, strict=True))
-        yield f"  {lead}" + "".join(f" {head:>9}" for head in ("tok/s/GPU", *COLUMNS[1:]))
+        # The table is as wide as a terminal without one of these two.
+        piped = any(row.fitting and row.fitting.time["bubble"] for row in self.sweep_rows)
+        columns = [name for name in COLUMNS if name != ("act. GiB" if piped else "bubble")]
+        yield f"  {lead}" + "".join(f" {COLUMNS[name]:>{LENGTHS[name]}}" for name in columns)
         for row in self.sweep_rows:
             lead = "  " + "  ".join(f"{row.keys[name]:<{size}}" for name, size in zip(self.names, widths, strict=True))
             if row.fitting:
-                yield lead + "".join(f" {cell:>9}" for cell in self.cells(row))
+                cells = self.cells(row)
+                yield lead + "".join(f" {cells[name]:>{LENGTHS[name]}}" for name in columns)
                 yield from wrapped(row.fitting.words, width(), " " * (len(lead) + 2))
             elif row.error:
                 yield from wrapped(row.error.written(write), width(), f"{lead}  ")
         yield ""
         if any(row.fitting and row.fitting.tight for row in self.sweep_rows):
             yield "  ! hardly any memory is left: it may not fit."
-        yield from wrapped(EXPLAINED, width(), "  ")
+        yield from wrapped(EXPLAINED + ("" if piped else ACTIVATIONS), width(), "  ")
 
     def page(self) -> str:
         """Return one HTML page: a picture of throughput over the first key, and the table."""
@@ -141,9 +157,9 @@ class SweepAnswer(Answer):
     def _repr_html_(self) -> str:
         body = []
         for row in self.sweep_rows:
-            cells = self.cells(row) or ("",) * len(COLUMNS)
-            body.append((*row.keys.values(), *cells, row.fitting.words if row.fitting else row.refused))
-        return whole(line(self.title), line(self.rule), self._picture(), line(EXPLAINED),
+            cells = self.cells(row) or dict.fromkeys(COLUMNS, "")
+            body.append((*row.keys.values(), *cells.values(), row.fitting.words if row.fitting else row.refused))
+        return whole(line(self.title), line(self.rule), self._picture(), line(EXPLAINED + ACTIVATIONS),
                      table((*self.names, *COLUMNS, "layout, or why there is none"), body))  # fmt: skip
 
     def _picture(self) -> str:
@@ -164,6 +180,7 @@ EXPLAINED = (
     "change: throughput against the first row. exposed: share of the step for exchanges, gathers and sums beside "
     "which nothing is computed."
 )
+ACTIVATIONS = " act.: activations at the peak, a part of GiB."
 
 
 @checked
