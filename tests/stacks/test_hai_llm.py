@@ -100,6 +100,17 @@ def test_what_it_lacks_is_refused(words: list[str], sentence: str, capsys: pytes
     assert not Path("folder").exists()
 
 
+def test_a_batch_that_is_too_small_names_one_that_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "deepseek-v3", "--for", "hai-llm", "--cluster", "h800x8", "--nodes", "256"]
+    assert main([*words, "--recipe", "sequence=4096,global_batch=512"]) == 2
+    batch = capsys.readouterr().err.strip().partition("for 512 sequences per step: take --recipe global_batch=")[2]
+    assert main([*words, "--recipe", f"sequence=4096,global_batch={batch}", "--json"]) == 0
+    assert main([*words, "--recipe", f"sequence=4096,global_batch={int(batch) // 2}"]) != 0
+    capsys.readouterr()
+    assert main([*words, "--layout", "ep=65"]) == 2
+    assert capsys.readouterr().err.strip().endswith("on 2048 devices with ep=65")
+
+
 def test_an_unknown_software_is_told_of_it() -> None:
     with pytest.raises(MeshwrightError, match="hai-llm"):
         meshwright.plan("deepseek-v3", cluster="h800x8", nodes=16, stack="hai")

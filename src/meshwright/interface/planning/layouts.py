@@ -31,6 +31,9 @@ SEARCHED = (*DEGREES[1:], *WORDS)
 CARRIED = ("kernels", "compile", "context", "context_split", "overlap")
 """Fields that no search varies. All layouts take them from the plan, or from this argument."""
 
+LARGER_BATCHES = (2, 4, 8, 16, 32)
+"""Multiples of a batch that are tried where software has no layout for it."""
+
 Fixed = dict[str, tuple[Any, ...]]
 
 
@@ -413,14 +416,31 @@ def restricted(trainer: "TrainingSoftware", fixed: Fixed) -> Fixed:
 
 
 def none_offered(trainer: "TrainingSoftware", estimator: "Estimator", plan: Plan, fixed: Fixed) -> Exception:
-    """Return the error that no layout of the software exists for these devices, with its refusal of the nearest."""
-    from meshwright.planner.search.ranking import search
+    """Return the error that no layout of the software exists for these devices.
 
+    It names the smallest batch for which one fits, or is legal, or else the software's refusal of the nearest layout.
+    """
+    from meshwright.planner.search.ranking import search
+    from meshwright.planner.step.predict import build_estimator
+
+    devices, batch = f"{plan.cluster.devices} devices", plan.recipe.global_batch
+    larger: dict[bool, int] = {}
+    for factor in LARGER_BATCHES:
+        asked = replace(plan, recipe=replace(plan.recipe, global_batch=batch * factor))
+        # Other software is planned by data sheets.
+        ranking = search(build_estimator(asked, estimator.stack), asked, fixed=restricted(trainer, fixed), listed=1)
+        if ranking.legal:
+            larger.setdefault(bool(ranking.best), batch * factor)
+    if larger:
+        remedy = argument("recipe", f"global_batch={larger.get(True) or larger[False]}")
+        return IllegalLayout(
+            f"{trainer.word} has no layout of {plan.model.name} on {devices} for {many(batch, 'sequence')} per "
+            f"step: take {remedy}"
+        )
     # Searched without the software's own limits, so that its refusal of the best layout names what it lacks.
     other = search(estimator, plan, fixed=fixed, listed=1)
     near = other.best[0] if other.best else other.nearest
     why = trainer.plan_refusal(near.plan) if near else ""
-    devices = f"{plan.cluster.devices} devices"
-    return IllegalLayout(
-        f"{trainer.word} has no layout of {plan.model.name} on {devices} with these degrees: {why}".rstrip(": ")
-    )
+    settings = ", ".join(f"{key}={_shown(values[0])}" for key, values in fixed.items())
+    having = f" with {settings}" if settings else ""
+    return IllegalLayout(f"{trainer.word} has no layout of {plan.model.name} on {devices}{having}: {why}".rstrip(": "))
