@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from meshwright.kernels.quantized.rounding import DYNAMIC, doubled, dynamic_tabl
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec import ModelShape
 from meshwright.spec.errors import HubError, PlanError
-from meshwright.spec.model.quantization_schemes import NF4, SCHEMES, normal_float
+from meshwright.spec.model.quantization_schemes import NF4, SCHEMES
 from tests.compress.test_formats import SHAPES, SIZES, restored
 from tests.training.test_weights import directory
 
@@ -211,6 +212,25 @@ def test_a_config_of_other_storage_or_without_codes_is_refused(tmp_path: Path) -
     )
     with pytest.raises(HubError, match="no tensor of the folder is quantized"):
         mw.load(tmp_path / "hf")
+
+
+def normal_float(bits: int = 4) -> tuple[float, ...]:
+    """Return the numbers of a normal float (Dettmers et al. 2023, arXiv:2305.14314, eq. 4 and appendix E).
+
+    They are quantiles of the standard normal distribution, evenly spaced in probability on both sides of zero, divided
+    by the largest. One side has half of the codes, the other one less, and zero is exact. The outermost quantile is the
+    mean of those of both sides: 1 - (1 / 30 + 1 / 32) / 2 for 4 bits.
+    """
+    half = 2 ** (bits - 1)
+    outermost = 1 - (1 / (2 * (2 * half - 1)) + 1 / (2 * 2 * half)) / 2
+    quantile = NormalDist().inv_cdf
+
+    def side(count: int) -> list[float]:
+        """Return `count` quantiles from the outermost one inwards. The next, at 1/2, would be zero."""
+        return [quantile(outermost + (0.5 - outermost) * index / count) for index in range(count)]
+
+    above, below = side(half), side(half - 1)
+    return tuple(number / above[0] for number in sorted([*above, 0.0, *(-number for number in below)]))
 
 
 def test_doubled_scales_are_near_and_their_table_is_what_it_says() -> None:

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from meshwright.kernels.attention.paged import PagedStore, RowsCall, attend_rows, attend_rows_reference
+from meshwright.kernels.attention.paged import PagedStore, RowsCall, attend_rows
 from meshwright.kernels.c import serving_library
 from meshwright.spec.plan.execution import CACHE_FORMS, CacheForm
+from tests.kernels.references import attend_rows_reference
 
 BLOCKS, SIZE, KEYS, HEADS = 9, 4, 2, 6
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.attention import rope
-from meshwright.kernels.attention.paged import PagedStore, RowsCall, attend_rows, attend_rows_reference
+from meshwright.kernels.attention.paged import PagedStore, RowsCall, attend_rows
 from meshwright.kernels.c import build, serving_library, training_rows
 from meshwright.kernels.c.serving_library import Loops
 from meshwright.kernels.linear import swiglu
@@ -23,6 +23,7 @@ from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.kernels.quantized.quantized_linear import row_codes
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.spec.plan.execution import CacheForm
+from tests.kernels.references import attend_rows_reference
 from tests.kernels.stored_numbers import stored
 
 ROWS = (1, 2, 3, 5, 16, 33)

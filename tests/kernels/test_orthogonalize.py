@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels.optimizer.adamw import COEFFICIENTS, orthogonalized, orthogonalized_reference
+from meshwright.kernels.optimizer.adamw import COEFFICIENTS, orthogonalized
 from meshwright.spec.memory.matrix_exchange import ITERATIONS
+from tests.kernels.references import orthogonalized_reference
 from tests.operation_recorder import Recording
 
 SIZES = [(1, 1, 1), (2, 7, 5), (3, 5, 7), (1, 64, 64), (2, 100, 33), (4, 33, 100), (1, 1, 9), (1, 256, 192)]

@@ -15,10 +15,10 @@ from meshwright.kernels.attention.paged import (
     SeenBand,
     attend_dense,
     attend_paged,
-    attend_paged_reference,
 )
 from meshwright.kernels.chooser import simulate_device
 from tests.counting import Operations
+from tests.kernels.references import attend_paged_reference
 from tests.kernels.stored_numbers import stored
 
 BLOCK, BLOCKS = 4, 12

@@ -10,19 +10,14 @@ from meshwright.kernels.quantized.rounding import (
     Quantized,
     Share,
     absmax,
-    absmax_reference,
-    nf4_codes,
-    nf4_codes_reference,
     pack,
-    pack_reference,
-    product,
-    product_reference,
+    table_codes,
     unpack,
     zero_point,
-    zero_point_reference,
 )
 from meshwright.spec.errors import PlanError
 from meshwright.spec.model.quantization_schemes import NF4, SCHEMES, Scheme
+from tests.kernels.references import absmax_reference, nf4_codes_reference, pack_reference, zero_point_reference
 
 SHARES: list[Share] = ["tensor", "row", "column", 4, 5]
 METHODS = [(absmax, absmax_reference), (zero_point, zero_point_reference)]
@@ -75,20 +70,6 @@ def test_what_is_not_finite_stays_visible_and_where_it_is(fast, slow, bad: float
     assert not actual[1].isfinite().any() and actual[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize("shares", [("tensor", "tensor"), ("row", "tensor"), ("row", "row")])
-@pytest.mark.parametrize(("of_x", "of_w"), [(absmax, absmax), (zero_point, absmax), (zero_point, zero_point)])
-def test_products_of_whole_numbers_equal_those_of_restored_ones(of_x, of_w, shares: tuple[Share, Share]) -> None:  # type: ignore[no-untyped-def]  # functions of one signature
-    x, w = numbers(5, 64), numbers(7, 64, seed=1)
-    quantized_x, quantized_w = of_x(x, 8, shares[0]), of_w(w, 8, shares[1])
-    assert torch.equal(product(quantized_x, quantized_w), product_reference(quantized_x, quantized_w)), (
-        "bit for bit: sums are exact"
-    )
-    assert torch.allclose(
-        product(quantized_x, quantized_w), quantized_x.restored() @ quantized_w.restored().t(), rtol=1e-4, atol=1e-4
-    )
-    assert float((product(quantized_x, quantized_w) - x @ w.t()).norm() / (x @ w.t()).norm()) < 0.03
-
-
 def test_more_scales_lose_less() -> None:
     x = numbers(16, 64) * torch.logspace(-2, 1, 64)
     errors = [float((absmax(x, 8, share).restored() - x).norm()) for share in ("tensor", "row", 16)]
@@ -104,8 +85,8 @@ def test_nf4_is_its_definition() -> None:
     )  # fmt: skip
     assert pytest.approx(published, abs=2e-6) == NF4
     x = numbers(500).clamp(-1, 1)
-    assert torch.equal(nf4_codes(x), nf4_codes_reference(x))
-    assert nf4_codes(torch.tensor(NF4)).tolist() == list(range(16))
+    assert torch.equal(table_codes(x, NF4), nf4_codes_reference(x))
+    assert table_codes(torch.tensor(NF4), NF4).tolist() == list(range(16))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5])

@@ -25,11 +25,6 @@ def pack_int8(codes: Tensor) -> Tensor:
     return packed
 
 
-def unpack_int8(packed: Tensor) -> Tensor:
-    """Return the codes (N, K) of a packed matrix."""
-    return packed.to_dense().t()
-
-
 def int8_product(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     """Multiply x (M, K) uint8, offset by 128, by packed codes -> (M, N) fp32, with column n scaled by scales[n].
 
@@ -92,12 +87,6 @@ def pack_int4(codes: Tensor) -> Tensor:
 def int4_product(x: Tensor, packed: Tensor, group: int, scales_and_zeros: Tensor) -> Tensor:
     """Return x (M, K) bf16 times the weights (q - 8) s + z -> (M, N) bf16. scales_and_zeros: (K / group, N, 2)."""
     product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group, scales_and_zeros)
-    return product
-
-
-def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return a (M, K) int8 times b (N, K) int8 transposed -> (M, N) int32. GPUs need M > 16, K and N multiples of 8."""
-    product: Tensor = torch._int_mm(a, b.t())
     return product
 
 

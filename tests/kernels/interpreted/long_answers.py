@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.kernels.attention.paged import PagedStore, RowsCall, attend_rows, attend_rows_reference
+from meshwright.kernels.attention.paged import PagedStore, RowsCall, attend_rows
 from meshwright.model import build
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.serving_engine import ServingEngine
+from tests.kernels.references import attend_rows_reference
 from tests.model.shrunk import shrink
 
 

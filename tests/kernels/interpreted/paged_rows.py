@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels.attention.paged import PagedStore, RowsCall, attend_rows, attend_rows_reference
+from meshwright.kernels.attention.paged import PagedStore, RowsCall, attend_rows
 from meshwright.kernels.triton import paged
 from meshwright.model import build
 from meshwright.model.generate import generate
@@ -15,6 +15,7 @@ from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec.plan.execution import CacheForm
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
+from tests.kernels.references import attend_rows_reference
 from tests.model.shrunk import model, shrink
 
 BLOCKS, SCALE = 40, 0.2

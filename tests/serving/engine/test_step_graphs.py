@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.serve_quantized import quantized
 from meshwright import compat
-from meshwright.kernels.attention.paged import PagedStore, RowsCall, attend_rows_reference
+from meshwright.kernels.attention.paged import PagedStore, RowsCall
 from meshwright.kernels.chooser import simulate_device
 from meshwright.kernels.experts import experts
 from meshwright.model import Transformer
@@ -33,6 +33,7 @@ from meshwright.spec.errors import ArgumentError
 from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.plan import execution
 from meshwright.spec.plan.execution import CacheForm, position_numbers, row_numbers
+from tests.kernels.references import attend_rows_reference
 from tests.model.shrunk import KINDS, VOCAB, model
 from tests.operation_recorder import OnDeviceOnly, Recorder
 from tests.training.test_pass_graphs import aligned

@@ -210,25 +210,6 @@ class RowsCall:
     """Most positions that a row sees."""
 
 
-def attend_rows_reference(
-    q: Tensor, keys: Tensor, values: Tensor, call: RowsCall, *, width: int, window: int, scale: float
-) -> Tensor:
-    """Attend q (R, H, E) over paged keys and values. Returns (R, H, width).
-
-    keys (blocks, block, K, E); values (blocks, block, K, V or more), of which `width` are used; `window`: visible
-    positions, 0 = all.
-    """
-    size, group, outputs = keys.shape[1], q.shape[1] // keys.shape[2], []
-    for row, offset, last in zip(q, call.offsets.tolist(), call.last.tolist(), strict=True):
-        seen = torch.arange(max(0, last + 1 - window) if window else 0, last + 1)
-        blocks = call.tables[offset + seen // size]
-        seen_k, seen_v = keys[blocks, seen % size], values[blocks, seen % size][..., :width]
-        scores = torch.einsum("hke,tke->hkt", _per_key_head(row, group), seen_k.float()) * scale
-        summed = torch.einsum("hkt,tkv->hkv", scores.softmax(-1), seen_v.float())
-        outputs.append(summed.transpose(0, 1).flatten(0, 1).to(q.dtype))
-    return torch.stack(outputs)
-
-
 def row_kernel(like: Tensor, width: int, prefer: str) -> tuple[bool, str]:
     """Return whether a kernel attends to blocks row by row, and the name of what attends, with the reason.
 
@@ -256,9 +237,10 @@ def attend_rows(
     loops: Loops | None, q: Tensor, keys: PagedStore, values: PagedStore, call: RowsCall, *, width: int, window: int,
     scale: float,
 ) -> Tensor:  # fmt: skip
-    """Attend as the reference does: in fp32 by compiled loops, else by a Triton kernel.
+    """Attend q (R, H, E) over paged keys and values, in fp32 by compiled loops, else by a Triton kernel.
 
-    A row's result depends on its own sequence alone.
+    keys (blocks, block, K, E); values (blocks, block, K, V or more), of which `width` are used; `window`: visible
+    positions, 0 = all. Returns (R, H, width). A row's result depends on its own sequence alone.
     """
     if loops is None:
         from meshwright.kernels.triton import paged
@@ -271,48 +253,14 @@ def attend_rows(
     return loops.attend(q, keys.codes, values.codes, scales, *positions, width=width, window=window, scale=scale)
 
 
-def attend_paged_reference(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, calls: Sequence[PagedCall], *, scale: float
-) -> Tensor:
-    """Attend q (N, H, E). Returns (N, H, V), zero for rows of no call.
-
-    k (N, K, E) and v (N, K, V) of the same rows are already written into keys (blocks, block, K, E) and values (blocks,
-    block, K, V).
-    """
-    out = q.new_zeros(*q.shape[:2], v.shape[-1])
-    group = q.shape[1] // k.shape[1]
-    for call in calls:
-        for row in range(call.begin, call.end):
-            sequence, query = divmod(row - call.begin, call.queries)
-            if call.blocks is None:
-                seen_k, seen_v, bias = k[call.begin : row + 1], v[call.begin : row + 1], None
-            else:
-                blocks = call.blocks
-                mine = blocks if isinstance(blocks, slice) else blocks[min(sequence, len(blocks) - 1)]
-                seen_k, seen_v, bias = keys[mine].flatten(0, 1), values[mine].flatten(0, 1), call.bias
-                if call.band is not None:
-                    end = call.band.keys - call.queries + query + 1
-                    begin = max(0, end - call.band.window) if call.band.window else 0
-                    seen_k, seen_v = seen_k[begin:end], seen_v[begin:end]
-            scores = torch.einsum("hke,tke->hkt", _per_key_head(q[row], group), seen_k.float()) * scale
-            if bias is not None:
-                scores = scores + bias[min(sequence, len(bias) - 1), 0, query]
-            summed = torch.einsum("hkt,tkv->khv", scores.softmax(-1), seen_v.float())
-            out[row] = summed.flatten(0, 1).to(q.dtype)
-    return out
-
-
-def _per_key_head(row: Tensor, group: int) -> Tensor:
-    """Reshape (H, E) to (H / K, K, E) fp32: query head h reads key head h // (H / K)."""
-    grouped: Tensor = row.float().unflatten(0, (-1, group))
-    return grouped.transpose(0, 1)
-
-
 def attend_paged(
     q: Tensor, k: Tensor, v: Tensor, keys: PagedStore, values: PagedStore, calls: Sequence[PagedCall], *,
     scale: float,
 ) -> Tensor:  # fmt: skip
-    """Attend as the reference does, by torch's fused attention.
+    """Attend q (N, H, E) by torch's fused attention. Returns (N, H, V), zero for rows of no call.
+
+    k (N, K, E) and v (N, K, V) of the same rows are already written into keys (blocks, block, K, E) and values (blocks,
+    block, K, V).
 
     A query's result depends on its own call's T, S and keys alone. With S = 1 it never depends on the number of
     sequences.

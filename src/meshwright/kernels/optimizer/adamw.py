@@ -273,16 +273,3 @@ def norms(x: Tensor) -> Tensor:
     """Return the Frobenius norms (N, 1, 1) of x (N, R, C), which torch sums in fp32 at least."""
     lengths: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     return lengths
-
-
-def orthogonalized_reference(x: Tensor, epsilon: float) -> Tensor:
-    """Orthogonalize one matrix at a time and out of place."""
-    a, b, c = COEFFICIENTS
-    orthogonal = []
-    for matrix in x:
-        y = matrix / norms(matrix[None])[0].clamp(min=epsilon)
-        for _ in range(ITERATIONS):
-            gram = y @ y.T
-            y = a * y + (b * gram + c * (gram @ gram)) @ y
-        orthogonal.append(y)
-    return torch.stack(orthogonal) if orthogonal else x.clone()

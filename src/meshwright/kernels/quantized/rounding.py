@@ -1,4 +1,4 @@
-"""Linear quantization as pure functions, each with a slow reference: r = S (q - Z).
+"""Linear quantization as pure functions: r = S (q - Z).
 
     absmax       S = max |r| / (2^(b-1) - 1), Z = 0; codes from -(2^(b-1) - 1) to 2^(b-1) - 1
     zero-point   S = (max r - min r) / (2^b - 1), Z = round(-min r / S); codes from 0 to 2^b - 1; min r <= 0 <= max r
@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.spec.model.quantization_schemes import DOUBLED, NF4
+from meshwright.spec.model.quantization_schemes import DOUBLED
 from meshwright.spec.weights.boxes import ScalePlaces
 
 Share = Literal["tensor", "row", "column"] | int
@@ -125,90 +125,12 @@ def _assembled(codes: Tensor, scale: Tensor, zero: Tensor, x: Tensor, share: Sha
     return Quantized(integers, scale, zero, share)
 
 
-def absmax_reference(x: Tensor, bits: int = 8, share: Share = "tensor") -> Quantized:
-    """Quantize as `absmax`, a number at a time."""
-    return _one_by_one(x, bits, share, symmetric=True)
-
-
-def zero_point_reference(x: Tensor, bits: int = 8, share: Share = "tensor") -> Quantized:
-    """Quantize as `zero_point`, a number at a time."""
-    return _one_by_one(x, bits, share, symmetric=False)
-
-
-def _one_by_one(x: Tensor, bits: int, share: Share, *, symmetric: bool) -> Quantized:
-    rows, columns = x.shape
-    runs = -(-columns // share) if isinstance(share, int) else 1
-    size = (
-        {"tensor": (1, 1), "row": (rows, 1), "column": (1, columns)}[share] if isinstance(share, str) else (rows, runs)
-    )
-    codes = torch.zeros(rows, columns, dtype=torch.int32)
-    scale, zero = torch.ones(size), torch.zeros(size)
-
-    def group_of(row: int, column: int) -> tuple[int, int]:
-        if isinstance(share, int):
-            return row, column // share
-        return (row if share == "row" else 0), (column if share == "column" else 0)
-
-    for group in {group_of(row, column) for row in range(rows) for column in range(columns)}:
-        members = [(row, column) for row in range(rows) for column in range(columns) if group_of(row, column) == group]
-        numbers = torch.stack([x[index].float() for index in members])
-        if symmetric:
-            step = numbers.abs().max() / (2 ** (bits - 1) - 1)
-        else:
-            low, high = numbers.min().clamp(max=0), numbers.max().clamp(min=0)
-            step = high / (2**bits - 1) - low / (2**bits - 1)
-        step = torch.ones(()) if step == 0 else step
-        scale[group], zero[group] = step, 0.0 if symmetric else torch.round(-low / step)
-        least, most = (1 - 2 ** (bits - 1), 2 ** (bits - 1) - 1) if symmetric else (0, 2**bits - 1)
-        for index in members:
-            code = (torch.round(x[index].float() / step) + zero[group]).clamp(least, most)
-            codes[index] = 0 if code.isnan() else int(code)
-    return Quantized(codes, scale, zero, share)
-
-
-def product(x: Quantized, weight: Quantized) -> Tensor:
-    """Multiply x (tokens, in) by weight (out, in) transposed in whole numbers. Returns fp32.
-
-    Scales of a tensor or of rows factor out of the sum, and so do zeros, as two sums of codes:
-
-        Y = Sx Sw [Qx Qw - Zx rowsum(Qw) - Zw rowsum(Qx) + K Zx Zw]
-    """
-    qx, qw = x.codes.double(), weight.codes.double()  # exact: sums of fewer than 2^53
-    zw, sw = (_per_output(x, weight) for x in (weight.zero.double(), weight.scale))
-    zx = x.zero.double()
-    summed = qx @ qw.t() - zx * qw.sum(1) - zw * qx.sum(1, keepdim=True) + qx.shape[1] * zx * zw
-    return summed.float() * sw * x.scale
-
-
-def product_reference(x: Quantized, weight: Quantized) -> Tensor:
-    """Multiply the numbers less their zeros."""
-    qx, qw = x.codes.double() - x.zero, weight.codes.double() - weight.zero
-    y: Tensor = (qx @ qw.t()).float() * _per_output(weight.scale, weight) * x.scale
-    return y
-
-
-def _per_output(numbers: Tensor, weight: Quantized) -> Tensor:
-    assert weight.share in ("tensor", "row"), "scales of runs and of columns do not come out of the sum"
-    return numbers.reshape(1, -1)
-
-
-def nf4_codes(x: Tensor) -> Tensor:
-    """Return the index of the nearest of NF4's 16 numbers, uint8, for x within -1 .. 1. NaN counts as the last."""
-    return table_codes(x, NF4)
-
-
 def table_codes(x: Tensor, numbers: Sequence[float]) -> Tensor:
     """Return the index of the number nearest to x, uint8. NaN counts as the largest."""
     # bucketize wants ascending numbers, and `places` leads back to the order of the table.
     table, places = torch.tensor(numbers, dtype=torch.float32, device=x.device).sort(stable=True)
     codes = torch.bucketize(x.float().contiguous(), (table[1:] + table[:-1]) / 2, out_int32=True)
     return (codes if sorted(numbers) == list(numbers) else places[codes]).to(torch.uint8)
-
-
-def nf4_codes_reference(x: Tensor) -> Tensor:
-    """Compute as `nf4_codes`, by the distance to each."""
-    table = torch.tensor(NF4, dtype=torch.float64, device=x.device)
-    return (x.double().unsqueeze(-1) - table).abs().argmin(-1).to(torch.uint8)
 
 
 def e4m3_scale(peak: Tensor) -> Tensor:
@@ -244,16 +166,6 @@ def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
     codes = (words >> torch.arange(0, 8 * bits, bits, device=packed.device)) & (2**bits - 1)
     unpacked: Tensor = codes.to(torch.uint8).flatten(-2)[..., :columns]
     return unpacked
-
-
-def pack_reference(codes: Tensor, bits: int) -> Tensor:
-    """Pack one row (K,) bit by bit."""
-    packed = torch.zeros(-(-len(codes) * bits // 8), dtype=torch.uint8)
-    for index, code in enumerate(codes.tolist()):
-        for bit in range(bits):
-            position = index * bits + bit
-            packed[position // 8] |= ((code >> bit) & 1) << (position % 8)
-    return packed
 
 
 def _dynamic_numbers() -> tuple[float, ...]:

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from statistics import NormalDist
 from typing import Any, Literal
 
 from meshwright.spec.errors import PlanError, argument
@@ -41,31 +40,13 @@ GROUPS = (16, 32, 64, 128, 256)
 """Possible numbers of inputs that share a scale."""
 
 
-def normal_float(bits: int = 4) -> tuple[float, ...]:
-    """Return the numbers of a normal float (Dettmers et al. 2023, arXiv:2305.14314, eq. 4 and appendix E).
-
-    They are quantiles of the standard normal distribution, evenly spaced in probability on both sides of zero, divided
-    by the largest. One side has half of the codes, the other one less, and zero is exact. The outermost quantile is the
-    mean of those of both sides: 1 - (1 / 30 + 1 / 32) / 2 for 4 bits.
-    """
-    half = 2 ** (bits - 1)
-    outermost = 1 - (1 / (2 * (2 * half - 1)) + 1 / (2 * 2 * half)) / 2
-    quantile = NormalDist().inv_cdf
-
-    def side(count: int) -> list[float]:
-        """Return `count` quantiles from the outermost one inwards. The next, at 1/2, would be zero."""
-        return [quantile(outermost + (0.5 - outermost) * index / count) for index in range(count)]
-
-    above, below = side(half), side(half - 1)
-    return tuple(number / above[0] for number in sorted([*above, 0.0, *(-number for number in below)]))
-
-
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-"""Published values, used by every file and kernel. They differ from `normal_float(4)` in the seventh digit."""
+"""Published values, used by every file and kernel. They differ in the seventh digit from quantiles of
+the normal distribution (Dettmers et al. 2023, arXiv:2305.14314, appendix E)."""
 FP4 = tuple(sign * number / 12 for sign in (1, -1) for number in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
 """bitsandbytes' 4-bit floating-point numbers by code: a sign, two bits of exponent, one of mantissa, the largest being
 1 (https://github.com/bitsandbytes-foundation/bitsandbytes, functional.py, get_4bit_type)."""
