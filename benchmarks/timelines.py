@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.planner.cost.block import first_half, layer, with_attention_kind
-from meshwright.planner.cost.stage_costs import block_time
+from meshwright.planner.cost.stage_costs import PassSeconds, block_time
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.spec import Layout, Plan, Recipe, presets
@@ -48,12 +48,12 @@ SMALL = (
 )
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "data": {
-        "overlap=off": {"dp_replicate": 8, "overlap": "off"},
         "overlap=on": {"dp_replicate": 8},
+        "overlap=off": {"dp_replicate": 8, "overlap": "off"},
     },
     "tensor": {
-        "tp=8, sp": {"tp": 8, "sp": True},
-        "the same, overlap=off": {"tp": 8, "sp": True, "overlap": "off"},
+        "sp, overlap=on": {"tp": 8, "sp": True},
+        "sp, overlap=off": {"tp": 8, "sp": True, "overlap": "off"},
     },
     "context": {
         "context=all-gather": {"cp": 8, "context": "all-gather"},
@@ -64,6 +64,9 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """Name -> case -> its layout on the cluster."""
+AXES = {"data": "dp_replicate", "tensor": "tp", "context": "cp", "pipeline": "pp"}
+NARROW = 0.006
+"""Pieces below this share of the line are drawn without an edge, which would hide them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,16 +141,20 @@ def planned_data(layout: Layout) -> Lines:
 
 
 def planned_exchanges(layout: Layout) -> Lines:
-    """One micro-batch: each layer's computation, and behind it what its exchanges expose."""
+    """One micro-batch: each layer computes, beside its end hidden exchanges, and behind it exposed ones."""
     estimator = estimator_of(layout, 1)
     local, _ = estimator.costs.parts(layout)
     half = first_half(with_attention_kind(local, 0, state=False))
     block = layer(local, window=0, routed=False, state=False, attention=half)
     time, rank = block_time(block, local, estimator.speeds, estimator.links), Rank()
-    backward_s = time.inputs[0] + time.weights_s
-    for label, whole_s, exposed_s in (("forward", *time.forward), ("backward", backward_s, time.inputs[1])):
+    alone = PassSeconds(local=local, links=estimator.links, speeds=estimator.speeds, slower=1.0)
+    passes = ("forward", *time.forward), ("backward", time.inputs[0] + time.weights_s, time.inputs[1])
+    for label, whole_s, exposed_s in passes:
+        exchanges = [exchange for op in block.operations for exchange in getattr(op.exchanges, label)]
+        hidden_s = max(0.0, sum(map(alone.exchange_seconds, exchanges)) - exposed_s)
         for _ in range(LAYERS):
             end_s = rank.run(COMPUTES, label, whole_s - exposed_s, rank.free[SENDS])
+            rank.run(SENDS, "collective", hidden_s, end_s - hidden_s)
             rank.run(SENDS, "exposed exchange", exposed_s, end_s)
     return rank.lines()
 
@@ -179,7 +186,7 @@ def planned(name: str) -> dict[str, Lines]:
 
 def small_layout(degrees: dict[str, Any]) -> list[str]:
     """The same layout over two processes, as words of a command."""
-    halved = {key: 2 if key in ("dp_replicate", "tp", "cp", "pp") else setting for key, setting in degrees.items()}
+    halved = {key: 2 if key in AXES.values() else setting for key, setting in degrees.items()}
     micro_batch = 1 if "pp" in degrees else 4
     return [f"layout.{key}={str(setting).lower()}" for key, setting in {**halved, "micro_batch": micro_batch}.items()]
 
@@ -198,32 +205,56 @@ def measured(name: str) -> dict[str, Lines]:
 
 
 def of_trace(events: list[dict[str, Any]], *, by_rank: bool) -> Lines:
-    """The shortest step of a trace: of rank 0, or of each rank its passes alone."""
+    """The shortest step of a trace: of rank 0, or of each rank its passes alone. Nothing computes while it waits."""
     threads = {
         (event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"
     }
-    steps = [event for event in events if event["ph"] == "X" and event["name"].startswith("step ")]
+    timed = [event for event in events if event["ph"] == "X"]
+    steps = [event for event in timed if event["name"].startswith("step ")]
     # The shortest step is the one that other programs disturbed least.
-    step = min((event for event in steps if event["pid"] == 0), key=lambda event: event["dur"])
-    begin, end = step["ts"], step["ts"] + step["dur"]
-    pieces, waited = [], 0.0
-    for event in events:
-        inside = event["ph"] == "X" and not event["name"].startswith("step ")
-        inside = inside and begin <= event["ts"] < end and (by_rank or event["pid"] == 0)
-        if inside and threads.get((event["pid"], event.get("tid"))) == "waiting":
-            waited += event["dur"] * (event["pid"] == 0)
-            if by_rank:
+    shortest = min((event for event in steps if event["pid"] == 0), key=lambda event: event["dur"])
+    spans = {
+        event["pid"]: (event["ts"], event["ts"] + event["dur"])
+        for event in steps
+        if event["name"] == shortest["name"] and (by_rank or event["pid"] == 0)
+    }
+    zero = min(begin for begin, _ in spans.values())
+    pieces: list[Piece] = []
+    for rank, (begin, end) in spans.items():
+        mine = [event for event in timed if event["pid"] == rank and begin <= event["ts"] < end]
+        waits = [event for event in mine if threads.get((rank, event.get("tid"))) == "waiting"]
+        waiting = sorted((event["ts"], min(end, event["ts"] + event["dur"])) for event in waits)
+        if not by_rank:
+            pieces += [piece_of(SENDS, "exposed wait", span, zero) for span in waiting]
+        for event in mine:
+            if event in steps or event in waits:
                 continue
-            label, line = "exposed wait", SENDS
-        elif inside:
-            label, line = event["name"].split()[0], f"rank {event['pid']}" if by_rank else COMPUTES
-        else:
-            continue
-        starts, ends = event["ts"] - begin, event["ts"] + event["dur"] - begin
-        pieces.append(Piece(line=line, label=label, start_s=starts / 1e6, end_s=ends / 1e6))
+            line, label = f"rank {rank}" if by_rank else COMPUTES, event["name"].split()[0]
+            span = event["ts"], min(end, event["ts"] + event["dur"])
+            pieces += [piece_of(line, label, part, zero) for part in without(span, waiting)]
+    begin, end = spans[0]
     if not by_rank:
         pieces += list(calls(events, begin, end))
+    waited = sum(event["dur"] for event in timed if event["pid"] == 0 and begin <= event["ts"] < end
+                 and threads.get((0, event.get("tid"))) == "waiting")  # fmt: skip
     return Lines(pieces=tuple(pieces), exposed_s=waited / 1e6)
+
+
+def piece_of(line: str, label: str, span: tuple[float, float], zero: float) -> Piece:
+    """A piece of a span in the microseconds of a trace."""
+    return Piece(line=line, label=label, start_s=(span[0] - zero) / 1e6, end_s=(span[1] - zero) / 1e6)
+
+
+def without(span: tuple[float, float], holes: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """What is left of a span between holes, which are in order."""
+    begin, end = span
+    for hole_begin, hole_end in holes:
+        if begin < hole_begin < end:
+            yield begin, hole_begin
+        if hole_begin < end:
+            begin = max(begin, hole_end)
+    if begin < end:
+        yield begin, end
 
 
 def calls(events: list[dict[str, Any]], begin: float, end: float) -> Iterator[Piece]:
@@ -244,36 +275,36 @@ def calls(events: list[dict[str, Any]], begin: float, end: float) -> Iterator[Pi
 
 
 def draw(name: str, halves: dict[str, dict[str, Lines]], file: Path) -> None:
-    """Draw a row for each case, a column for each half."""
+    """Draw a panel for each case, the planned ones first."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
-    cases = CASES[name]
-    sheet = Figure(figsize=(11, 0.5 + 1.25 * len(cases)), layout="constrained", facecolor="white")
-    panels = sheet.subplots(len(cases), len(halves), squeeze=False)
+    sheet = Figure(figsize=(7.5, 0.7 + 1.1 * len(CASES[name]) * len(halves)), layout="constrained", facecolor="white")
+    panels = iter(sheet.subplots(len(CASES[name]) * len(halves), 1, squeeze=False).flat)
     used: dict[str, str] = {}
-    for column, (half, lines_of) in enumerate(halves.items()):
+    for half, lines_of in halves.items():
         longest = max(lines.total_s for lines in lines_of.values())
-        for row, (case, lines) in enumerate(lines_of.items()):
-            axes, names = panels[row][column], sorted({piece.line for piece in lines.pieces})
+        for case, lines in lines_of.items():
+            axes, names = next(panels), sorted({piece.line for piece in lines.pieces})
             # Waits are drawn last, over the collectives that they wait for.
             for piece in sorted(lines.pieces, key=lambda piece: piece.label == "exposed wait"):
                 meaning, color = MEANINGS.get(piece.label, ("sums, norm and update", "#999999"))
                 used[meaning] = color
-                low, length = -names.index(piece.line), 1e3 * (piece.end_s - piece.start_s)
-                axes.add_patch(Rectangle((1e3 * piece.start_s, low), length, 0.85, facecolor=color, edgecolor="white",
-                                         linewidth=0.4))  # fmt: skip
+                low, length = -names.index(piece.line), piece.end_s - piece.start_s
+                edge = 0.4 if length > NARROW * longest else 0.0
+                axes.add_patch(Rectangle((1e3 * piece.start_s, low), 1e3 * length, 0.85, facecolor=color,
+                                         edgecolor="white", linewidth=edge))  # fmt: skip
             axes.set_xlim(0, 1.02e3 * longest)
             axes.set_ylim(1 - len(names) - 0.1, 1)
             axes.set_yticks([0.43 - index for index in range(len(names))], names, fontsize=8)
             axes.tick_params(labelsize=8)
             axes.spines[["top", "right"]].set_visible(False)
-            exposed = f"{lines.exposed_s / lines.total_s:.0%} exposed" if lines.total_s else ""
-            axes.set_title(f"{half}: {case}, {1e3 * lines.total_s:,.0f} ms, {exposed}", loc="left", fontsize=8)
-        panels[-1][column].set_xlabel("ms", fontsize=8)
+            share = f", {lines.exposed_s / lines.total_s:.0%} {'idle' if name == 'pipeline' else 'exposed'}"
+            axes.set_title(f"{half}: {case}, {1e3 * lines.total_s:,.0f} ms{share}", loc="left", fontsize=9)
+        axes.set_xlabel("ms", fontsize=8)
     names = sorted(used, key=[*dict(MEANINGS.values()), *used].index)
     marks = [Rectangle((0, 0), 1, 1, facecolor=used[name]) for name in names]
-    sheet.legend(marks, names, loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
+    sheet.legend(marks, names, loc="outside lower center", ncols=min(len(names), 3), fontsize=8, frameon=False)
     sheet.savefig(file, dpi=110)
 
 
@@ -284,9 +315,12 @@ def main() -> None:
     reader.add_argument("--planned", action="store_true", help="leave the measured half out")
     reader.add_argument("--picture", type=Path, metavar="FILE.png", help="draw both halves")
     options = reader.parse_args()
-    halves = {"H100, planned": planned(options.name)}
+    axis = AXES[options.name]
+    degree = next(iter(CASES[options.name].values()))[axis]
+    shown = axis.removesuffix("_replicate")
+    halves = {f"planned, {shown}={degree} on H100": planned(options.name)}
     if not options.planned:
-        halves["this CPU, measured"] = measured(options.name)
+        halves[f"measured, {shown}=2 on a CPU"] = measured(options.name)
     for half, lines_of in halves.items():
         print(half)
         for case, lines in lines_of.items():

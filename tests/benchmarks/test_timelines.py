@@ -13,7 +13,7 @@ def lengths(lines: Lines, line: str) -> list[float]:
 
 
 def test_without_overlap_every_sum_comes_after_the_backward_pass() -> None:
-    serial, usual = planned("data").values()
+    usual, serial = planned("data").values()
     forward, backward = lengths(serial, COMPUTES)[0], lengths(serial, COMPUTES)[-1]
     total = lengths(serial, SENDS)[0]
     passes = LAYERS * (forward + backward)
@@ -47,11 +47,14 @@ def event(name: str, thread: int, start: float, length: float, rank: int = 0) ->
 
 
 def test_a_trace_becomes_the_lines_of_its_shortest_step() -> None:
-    names = [{"ph": "M", "pid": 0, "tid": 1, "name": "thread_name", "args": {"name": "waiting"}}]
+    names = [{"ph": "M", "pid": rank, "tid": 1, "name": "thread_name", "args": {"name": "waiting"}} for rank in (0, 1)]
     first = [event("step 1", 0, -150, 150), event("F 0 0", 0, -150, 40)]
     last = [
         event("step 2", 0, 100, 100), event("F 0 0", 0, 100, 30), event("BW 0 0", 0, 130, 40),
-        event("gradients: all_reduce on data", 1, 175, 20), event("F 0 0", 0, 100, 35, rank=1),
+        event("gradients: all_reduce on data", 1, 175, 20),
+        # Rank 1 begins earlier, waits within its pass, and is in its next step when rank 0 ends.
+        event("step 2", 0, 90, 70, rank=1), event("F 0 0", 0, 100, 35, rank=1),
+        event("pipeline: recv", 1, 110, 10, rank=1), event("F 1 0", 0, 165, 20, rank=1),
     ]  # fmt: skip
     call = {"pid": 0, "tid": 2, "name": "all_reduce", "id": 7}
     events = [*names, *first, *last, {**call, "ph": "b", "ts": 150}, {**call, "ph": "e", "ts": 195}]
@@ -65,4 +68,12 @@ def test_a_trace_becomes_the_lines_of_its_shortest_step() -> None:
     }
     assert lines.exposed_s == pytest.approx(20e-6)
     ranks = of_trace(events, by_rank=True)
-    assert {piece.line for piece in ranks.pieces} == {"rank 0", "rank 1"}
+    by_rank = {
+        (piece.line, round(1e6 * piece.start_s), round(1e6 * piece.end_s), piece.label) for piece in ranks.pieces
+    }
+    assert by_rank == {
+        ("rank 0", 10, 40, "F"), ("rank 0", 40, 80, "BW"), ("rank 1", 10, 20, "F"), ("rank 1", 30, 45, "F"),
+    }  # fmt: skip
+    assert ranks.exposed_s == pytest.approx(20e-6)
+    hidden = [piece for piece in planned("context")["context=ring"].pieces if piece.label == "collective"]
+    assert len(hidden) == 2 * LAYERS, "a ring's hops are drawn, though none is exposed"

@@ -47,7 +47,7 @@ figure("collectives", (data, view, {svg}) => {
         + `${formula} = ${Number((shares[ranks.value] * whole).toFixed(2))} with S = ${whole} bytes and n = ${ranks.value}.`;
     }
     const sends = steps[step.value - 1];
-    return `Step ${step.value} of ${steps.length}: ${sends.length} of ${ranks.value} ranks send, ${sends[0][2].length} `
+    return `Step ${step.value} of ${steps.length}: ${new Set(sends.map(([from]) => from)).size} of ${ranks.value} ranks send, ${sends[0][2].length} `
       + `${sends[0][2].length === 1 ? "number" : "numbers"} in a message.`;
   }
 });

@@ -48,7 +48,7 @@ figure("distillation", (data, view, {svg}) => {
       const loss = student(kind.value, at, wide)[1];
       if (loss < best[0]) best = [loss, at, wide];
     }
-    return `T² D in nats: ${losses}. By ${kind.value} at this T the best of these students is at ${place(best[1])}, `
+    return `T² times each divergence, in nats: ${losses}. By ${kind.value} at this T the best of these students is at ${place(best[1])}, `
       + `${best[2]} wide, with ${best[0].toFixed(2)}.`;
   }
 });

@@ -9,10 +9,10 @@ figure("kv_cache", (data, view, {bytes, number}) => {
       const shown = sizes(), fits = Math.max(...shown) > data.gpu.bytes / 8;
       return view.bars(
         data.kinds[model.value].map((name, index) => ({name, parts: [shown[index]]})),
-        {names: ["keys and values"], show: bytes, ...(fits ? {limit: data.gpu.bytes, limitName: data.gpu.name} : {})},
+        {names: ["keys and values"], show: bytes, ...(fits ? {limit: data.gpu.bytes, limitName: `${data.gpu.name}, all its memory`} : {})},
       );
     },
     () => `${number(tokens.value)} ${tokens.value === 1 ? "token" : "tokens"} in ${sequences.value} ${sequences.value === 1 ? "sequence" : "sequences"}: `
-      + `${bytes(sizes()[0])} with every head its own key, ${bytes(sizes()[1])} with groups, ${bytes(sizes()[2])} with one, ${bytes(sizes()[3])} as a latent.`,
+      + `${bytes(sizes()[0])} with every head its own key, ${bytes(sizes()[1])} with groups, ${bytes(sizes()[2])} with one, ${bytes(sizes()[3])} as a latent. The weights come on top: ${bytes(data.weights[model.value])} in bf16.`,
   );
 });

@@ -6,6 +6,7 @@ from typing import Any
 from meshwright.planner.serving.cached_layers import sequence_bytes, served
 from meshwright.spec import presets
 from meshwright.spec.model.shape import MLAShape, ModelShape
+from meshwright.spec.weights.inventory import num_parameters
 
 TITLE = "Memory of keys and values"
 PUBLISHED = ("llama-2-7b", "llama-3.1-8b", "llama-3.1-70b", "deepseek-v3")
@@ -41,6 +42,7 @@ def data() -> dict[str, Any]:
 
     return {
         "gpu": {"name": GPU, "bytes": usable() * GIB},
+        "weights": {model: 2 * num_parameters(presets.model(model)) for model in MODELS},
         "tokens": TOKENS,
         "sequences": SEQUENCES,
         "kinds": {model: list(each) for model, each in shapes.items()},

@@ -1,6 +1,6 @@
 figure("number_formats", (data, view, {html}) => {
   const typed = view.text({label: "a number", value: "3.14159"});
-  const scale = view.select({label: "scale S of int8 and NF4", values: [0.01, 0.1, 1, 10], value: 0.1});
+  const scale = view.select({label: "scale S of int8 and NF4", values: [0.01, 0.1, 1, 10], value: 1});
 
   // Ties go to the even code, as every format here rounds.
   const even = (x) => {
@@ -62,10 +62,11 @@ figure("number_formats", (data, view, {html}) => {
         const coded = encode(x, format);
         return [name, coloured(coded), show(coded.number), lost(x, coded.number)];
       });
-      if (Number.isFinite(x)) {
-        const code = Math.max(-127, Math.min(127, even(x / scale.value))), normal = nf4(x, scale.value);
-        rows.push(["int8", html("code", {}, bits(code & 255, 8)), `${show(code * scale.value)} (${code} S)`, lost(x, code * scale.value)]);
-        rows.push(["NF4", html("code", {}, bits(normal.code, 4)), show(normal.number), lost(x, normal.number)]);
+      if (!Number.isNaN(x)) {
+        const code = Math.max(-127, Math.min(127, even(x / scale.value))), normal = nf4(Math.max(-scale.value, Math.min(scale.value, x)), scale.value);
+        const clipped = (largest) => Math.abs(x) > largest ? ", clipped" : "";
+        rows.push(["int8", html("code", {}, bits(code & 255, 8)), `${show(code * scale.value)} (${code} S${clipped(127.5 * scale.value)})`, lost(x, code * scale.value)]);
+        rows.push(["NF4", html("code", {}, bits(normal.code, 4)), `${show(normal.number)}${clipped(scale.value)}`, lost(x, normal.number)]);
       }
       return view.table(["format", "sign, exponent, mantissa", "number", "lost"], rows);
     },

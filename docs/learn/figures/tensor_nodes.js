@@ -19,8 +19,8 @@ figure("tensor_nodes", (data, view, {number}) => {
     ),
     () => {
       const row = rows()[tp.value], before = rows()[Math.max(1, tp.value / 2)];
-      const change = tp.value === 1 ? "" : ` That is ${number(Math.abs(100 * (1 - row.tokens / before.tokens)))} % `
-        + `${row.tokens < before.tokens ? "less" : "more"} than tp = ${tp.value / 2}.`;
+      const change = tp.value === 1 ? "" : ` Its tokens/s are ${number(Math.abs(100 * (1 - row.tokens / before.tokens)))} % `
+        + `${row.tokens < before.tokens ? "fewer" : "more"} than those of tp = ${tp.value / 2}.`;
       return `tp = ${tp.value}, ${place(tp.value)}: ${number(row.tokens)} tokens/s per GPU, MFU ${number(100 * row.mfu)} %, `
         + `exposed communication ${number(100 * row.exposed)} % of the step, ${number(row.gib)} GiB.${change}`;
     },

@@ -251,15 +251,14 @@ class PassSeconds:
         beside = stack.hides_beside
         # A ring's hop hides behind the work on the part that arrived before.
         if exchange.collective == "ring":
-            ranks, stride = self.local.group(axis)
-            hop = self.links.send_seconds(exchange.size_bytes / ranks, stride, ranks)
+            ranks, hop = self._hop(exchange)
             return (ranks - 1) * max(0.0, hop - beside * self._seconds(getattr(operation, side)) / ranks)
-        took = self._whole(exchange)
+        took = self.exchange_seconds(exchange)
         # A call hides behind all pieces of the work but its own, so one call always stays exposed.
         if exchange.within:
             took = max(took / exchange.times, took - beside * exchange.share * self._seconds(exchange.within))
         # Earlier exchanges use up part of the work that could hide this one.
-        hidden = self._seconds(exchange.beside) - sum([self._whole(other) for other in exchange.first])
+        hidden = self._seconds(exchange.beside) - sum([self.exchange_seconds(other) for other in exchange.first])
         if hidden > 0:
             took = max(0.0, took - beside * hidden)
         if axis != "tp":
@@ -267,9 +266,12 @@ class PassSeconds:
         hidden_share = 0.0 if stack.hides_with_sequence and not self.local.sp else stack.hides_tensor
         return took * (1 + stack.skew) * (1 - hidden_share)
 
-    def _whole(self, exchange: Exchange) -> float:
+    def exchange_seconds(self, exchange: Exchange) -> float:
         """Return the seconds of all calls of an exchange, hidden ones included."""
         axis, collective, size_bytes, times = exchange[:4]
+        if collective == "ring":
+            ranks, hop = self._hop(exchange)
+            return (ranks - 1) * hop
         # All layers exchange the same sizes, so each is timed once.
         key = axis, collective, size_bytes
         if key not in self._known:
@@ -280,6 +282,11 @@ class PassSeconds:
             groups = (moe.groups, moe.top_groups) if moe else (1, 1)
             self._known[key] = self.links.seconds(collective, size_bytes, ranks, stride, routes, groups)
         return times * self._known[key]
+
+    def _hop(self, exchange: Exchange) -> tuple[int, float]:
+        """Return (ranks of a ring, seconds of one of its hops)."""
+        ranks, stride = self.local.group(exchange.axis)
+        return ranks, self.links.send_seconds(exchange.size_bytes / ranks, stride, ranks)
 
     def _seconds(self, works: tuple[Work, ...]) -> float:
         slower = self.slower
