@@ -476,6 +476,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return int(bool(old))
     for name in old:
         draw(name, numbers[name])
+        print(f"drawn: {HERE / name}.png, from the numbers of {HERE / 'figures.json'}")
         before[name] = numbers[name]
     keep(before)
     return 0

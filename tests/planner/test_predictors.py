@@ -60,7 +60,7 @@ def test_its_gradients_are_summed_too() -> None:
 
 def test_utilization_counts_the_model_alone_and_what_does_not_run_says_so() -> None:
     assert token_flop(WITH, 4096, causal=True) == token_flop(V3, 4096, causal=True)
-    assert WITH.plan_only == "plan only: the engine does not have prediction of 1 further token"
+    assert WITH.plan_only == "plan only: the engine does not have multi-token prediction (1 further token)"
     with pytest.raises(PlanError, match=r"model.unbuilt.predicts=-1 must be at least 0"):
         UnbuiltParts(predicts=-1)
     with pytest.raises(PlanError, match="no extra blocks at the end"):

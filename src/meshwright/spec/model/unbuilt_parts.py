@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.spec.errors import PlanError, printable
+from meshwright.spec.units import many
 
 # Linear attention: layers that keep a state of fixed size instead of keys and values. Work is counted in chunks, as
 # training kernels compute it: products of positions with positions within a chunk, and the state between chunks.
@@ -223,7 +224,7 @@ class UnbuiltParts:
         if self.chunk:
             yield "attention within chunks"
         if self.predicts:
-            yield f"prediction of {self.predicts} further token" + "s" * (self.predicts > 1)
+            yield f"multi-token prediction ({many(self.predicts, 'further token')})"
         if self.routed_every > 1:
             yield "dense layers between routed ones"
         if self.whole:

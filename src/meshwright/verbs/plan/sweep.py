@@ -133,7 +133,8 @@ class SweepAnswer(Answer):
         widths = [max(len(name), *(len(row.keys[name]) for row in self.sweep_rows)) for name in self.names]
         lead = "  ".join(f"{name:<{size}}" for name, size in zip(self.names, widths, strict=True))
         # The table is as wide as a terminal without one of these two.
-        piped = any(row.fitting and row.fitting.time["bubble"] for row in self.sweep_rows)
+        about_memory = "recompute" in self.names or "recompute_layers" in self.names
+        piped = not about_memory and any(row.fitting and row.fitting.time["bubble"] for row in self.sweep_rows)
         columns = [name for name in COLUMNS if name != ("act. GiB" if piped else "bubble")]
         yield f"  {lead}" + "".join(f" {COLUMNS[name]:>{LENGTHS[name]}}" for name in columns)
         for row in self.sweep_rows:
