@@ -4,7 +4,8 @@
     python examples/pipeline_schedules.py zb-h1 --micro-batches 8
 
 F is a forward pass, B the gradient of the input, W those of the weights: one unit each. The number is that of the
-micro-batch, which passes a rank once for each of its stages. A point is idle time. The schedules are those that training runs.
+micro-batch, which passes a rank once for each of its stages. A point is idle time. The schedules are
+those that training runs.
 """
 
 import argparse
