@@ -92,13 +92,16 @@ def mesh() -> dict[str, Any]:
 
 
 def sequence() -> dict[str, Any]:
-    """A 1B and an 8B model on one GPU, one sequence, for several lengths, without and with recomputation."""
+    """A 1B and an 8B model on one GPU, one sequence, for several lengths, without and with recomputation.
+
+    Without CUDA graphs, whose buffers would hide how memory grows.
+    """
     panels: dict[str, Sizes] = {}
     for model in ("llama-3.2-1b", "llama-3.1-8b"):
         for recompute in ("none", "all-but-attention", "full"):
             panel: Sizes = {}
             for length in (1024, 2048, 4096, 8192, 16384):
-                plan = one_device(Layout(micro_batch=1, recompute=recompute), model, length, 1)
+                plan = one_device(Layout(micro_batch=1, recompute=recompute, cuda_graphs="off"), model, length, 1)
                 kinds = max(predict(plan).memory, key=lambda rank: rank.total_bytes).kinds
                 panel[f"{length:,}"] = {name: gib(kinds, parts) for name, parts in COLUMN_KINDS.items()}
             panels[f"{model}, recompute={recompute}"] = panel

@@ -58,7 +58,7 @@ def data() -> dict[str, Any]:
 
 def table(_: str = "") -> str:
     """Rows of published models in bf16, and of the 8B model with other attention."""
-    rows = {name: (attention(presets.model(name)), presets.model(name)) for name in PUBLISHED}
+    rows = {name: (presets.model(name).attention_words, presets.model(name)) for name in PUBLISHED}
     others = kinds(presets.model(MODELS[0]))
     rows |= {f"{MODELS[0]} as {name[:3]}": (name, shape) for name, shape in others.items() if name[:3] != "GQA"}
     lines = [
@@ -69,10 +69,3 @@ def table(_: str = "") -> str:
         token, sequence = (sequence_bytes(served(shape), tokens, 2) for tokens in (1, 8192))
         lines.append(f"| {name} | {kind} | {token / KIB:.1f} | {sequence / GIB:.2f} | {64 * sequence / GIB:.1f} |")
     return "\n".join(lines) + "\n"
-
-
-def attention(shape: ModelShape) -> str:
-    """Return the kind of attention of a model in words."""
-    if shape.mla is not None:
-        return f"MLA: latent of {shape.mla.kv_rank}, key of {shape.mla.rope_dim}"
-    return f"{'MHA' if shape.kv_heads == shape.heads else 'GQA'}: {shape.kv_heads} key heads"

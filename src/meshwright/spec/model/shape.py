@@ -13,6 +13,7 @@ from typing import Literal
 from meshwright.spec.errors import ArgumentError, PlanError, printable
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme, find_scheme
 from meshwright.spec.model.unbuilt_parts import LinearAttention, UnbuiltParts
+from meshwright.spec.units import many
 
 SAME_BASE = "same"
 """Value of `base`: frozen matrices have the format of all weights."""
@@ -342,6 +343,14 @@ class ModelShape:
                 f"model.window={self.window} must be 0 (off) or a number of tokens, "
                 f"and model.window_from_layer={self.window_from_layer} a layer"
             )
+
+    @property
+    def attention_words(self) -> str:
+        """The kind of attention, by what it keeps of each token: MHA, GQA, MQA or MLA, with its numbers."""
+        if self.mla is not None:
+            return f"MLA: latent of {self.mla.kv_rank}, key of {self.mla.rope_dim}"
+        kind = "MHA" if self.kv_heads == self.heads else "MQA" if self.kv_heads == 1 else "GQA"
+        return f"{kind}: {many(self.kv_heads, 'key head')}"
 
     def _check_latent(self) -> None:
         """Raise PlanError for fields of plain heads that latent attention does not have."""

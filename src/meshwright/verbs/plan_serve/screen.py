@@ -69,6 +69,7 @@ def _verdict(answer: ServingAnswer) -> Iterator[str]:
         )
     device = "GPU" if best.deployment.device.is_gpu else "device"
     each = f"{memory.position_bytes / 1024:,.0f} KiB per token and {device}"
+    each += f" ({answer.asked.model.shape.attention_words})"
     cache = f"{each}, {short_gib(memory.sequence_bytes)} per sequence; {_requests(best)}"
     yield from wrapped(cache, width(), "    cache    ")
     if isinstance(answer.timed(best.deployment).kernels, EngineKernels) and quantized(best.deployment):
