@@ -151,6 +151,14 @@ def race(rounds: int) -> dict[str, float]:
     }
 
 
+UNITS = {
+    "prefix_sooner": "times sooner comes the first token behind a cached prefix, by CPU time",
+    "prefix_hit_tokens": "tokens of each prompt were found in the cache",
+    "prefix_host_sooner": "times sooner, where the prefix is loaded from host memory",
+}
+"""Figure -> what its number counts, where the name does not say it."""
+
+
 def prefix(rounds: int) -> dict[str, float]:
     """The first token behind a long prefix."""
     model = build(presets.model("llama-10m")).eval()
@@ -354,9 +362,11 @@ def main(words: Sequence[str] | None = None) -> None:
     for name, part in PARTS.items():
         if asked.part in (None, name):
             figures |= part(asked.rounds)
-    print(
-        json.dumps(figures) if asked.json else "\n".join(f"{name:34} {value:,.4g}" for name, value in figures.items())
-    )
+    if asked.json:
+        print(json.dumps(figures))
+        return
+    for name, value in figures.items():
+        print(f"{name:34} {value:,.4g}  {UNITS.get(name, '')}".rstrip())
 
 
 if __name__ == "__main__":
