@@ -33,7 +33,7 @@ def test_a_training_command_has_a_plan_for_as_many_processes(
     match = LAUNCHED.fullmatch(command)
     assert match is not None
     # `profile` starts as many processes as its plan has.
-    starts_two = "meshwright profile" in command and re.search(r"layout\.(dp_shard|tp|cp|pp)=2 ", command)
+    starts_two = "meshwright profile" in command and re.search(r"layout\.(dp_replicate|dp_shard|tp|cp|pp)=2 ", command)
     processes = 2 if starts_two else int(match[1] or 1)
     plan, _ = read_plan(shlex.split(match[2]), {}, processes=processes)
     plan.check()

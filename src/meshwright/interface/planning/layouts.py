@@ -431,16 +431,14 @@ def none_offered(trainer: "TrainingSoftware", estimator: "Estimator", plan: Plan
         ranking = search(build_estimator(asked, estimator.stack), asked, fixed=restricted(trainer, fixed), listed=1)
         if ranking.legal:
             larger.setdefault(bool(ranking.best), batch * factor)
-    if larger:
-        remedy = argument("recipe", f"global_batch={larger.get(True) or larger[False]}")
-        return IllegalLayout(
-            f"{trainer.word} has no layout of {plan.model.name} on {devices} for {many(batch, 'sequence')} per "
-            f"step: take {remedy}"
-        )
+    lacks = f"{trainer.word} has no layout of {plan.model.name} on {devices}"
+    remedy = f"take {argument('recipe', f'global_batch={larger.get(True) or larger[False]}')}" if larger else ""
+    if larger and not fixed:
+        return IllegalLayout(f"{lacks} for {many(batch, 'sequence')} per step: {remedy}")
     # Searched without the software's own limits, so that its refusal of the best layout names what it lacks.
     other = search(estimator, plan, fixed=fixed, listed=1)
     near = other.best[0] if other.best else other.nearest
     why = trainer.plan_refusal(near.plan) if near else ""
     settings = ", ".join(f"{key}={_shown(values[0])}" for key, values in fixed.items())
     having = f" with {settings}" if settings else ""
-    return IllegalLayout(f"{trainer.word} has no layout of {plan.model.name} on {devices}{having}: {why}".rstrip(": "))
+    return IllegalLayout(f"{lacks}{having}: {why}".rstrip(": ") + (f"; or {remedy}" if remedy else ""))
