@@ -199,9 +199,10 @@ def difference(case: Case, alone: RankOutcome, ranks: Sequence[RankOutcome]) -> 
     """Return the first difference, or an error of one device itself."""
     message = first_difference(alone, ranks, case.band)
     # A band computed from NaN or infinity would accept anything, so such cases keep the fixed band.
-    finite = all(map(isfinite, (*alone.losses, *alone.norms)))
+    norms = [norm for step, norm in enumerate(alone.norms, start=1) if step != case.overflow]
+    finite = all(map(isfinite, (*alone.losses, *norms)))
     # Wider bands cost more runs on one device, so they are made only where the fixed one is broken.
-    if message and finite and case.precision != "fp32" and not case.overflow:
+    if message and finite and case.precision != "fp32":
         message = first_difference(alone, ranks, wider_band(case, alone))
     elif message and finite and case.precision == "fp32":
         message = first_difference(alone, ranks, unsettled_band(case, alone))
@@ -222,14 +223,16 @@ def wider_band(case: Case, alone: RankOutcome) -> Band:
     """Return the band of a 16-bit case whose own rounding is large.
 
     It is ROUNDING_FACTOR times the distance of one device from itself in fp32, and never so wide that a doubled or
-    missing part of a sum would pass.
+    missing part of a sum would pass. A step that overflows is skipped in fp16 alone: there the distance is from one
+    device in 16 bits.
     """
-    exact, fixed = outcome(case.unrounded, ALONE), case.band
+    exact, fixed = alone if case.overflow else outcome(case.unrounded, ALONE), case.band
     widest = WIDEST if case.products == SAME else WIDEST_FP8
     selves = alone, *(outcome(case, way) for way in VARIANTS)  # one of them alone may be near by chance
-    whole_tensors = {name: tensor for name, (_, tensor) in exact.tensors.items()}
+    infinite = f"step {case.overflow} gradient of "
+    whole_tensors = {name: tensor for name, (_, tensor) in exact.tensors.items() if not name.startswith(infinite)}
     gaps = {
-        name: max(distance(name, one_device, whole_tensors, fixed) for one_device in selves) for name in alone.tensors
+        name: max(distance(name, one_device, whole_tensors, fixed) for one_device in selves) for name in whole_tensors
     }
 
     def numbers(ours: Sequence[float], others: Sequence[float]) -> float:
@@ -242,13 +245,18 @@ def wider_band(case: Case, alone: RankOutcome) -> Band:
         """Return the relative length of the difference, which bounds the error of the norm."""
         names = [name for name in gaps if name.startswith(f"step {step} gradient of ")]
         # The norm of a difference bounds the difference of norms, by the triangle inequality.
-        squares = [float((whole_tensors[name] - alone.tensors[name][1]).square().sum()) for name in names]
-        return relative(sqrt(sum(squares)), exact.norms[step - 1])
+        squares = [
+            sum(float((whole_tensors[name] - other.tensors[name][1]).square().sum()) for name in names)
+            for other in (selves if case.overflow else (alone,))
+        ]
+        return relative(sqrt(max(squares)), exact.norms[step - 1])
 
     return replace(
         fixed,
         loss=widened(fixed.loss, max(numbers(variant.losses, exact.losses) for variant in selves)),
-        norm=widened(fixed.norm, max(map(all_gradients, range(1, case.steps + 1)))),
+        norm=widened(
+            fixed.norm, max(all_gradients(step) for step in range(1, case.steps + 1) if step != case.overflow)
+        ),
         gradient=widened(fixed.gradient, max(gaps[name] for name in gaps if not begins_large(name))),
         weight=widened(fixed.weight, max(gaps[name] for name in gaps if begins_large(name))),
     )
