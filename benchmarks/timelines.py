@@ -235,6 +235,12 @@ def of_trace(events: list[dict[str, Any]], *, by_rank: bool) -> Lines:
     begin, end = spans[0]
     if not by_rank:
         pieces += list(calls(events, begin, end))
+    if by_rank:
+        busiest = max(
+            sum(piece.end_s - piece.start_s for piece in pieces if piece.line == f"rank {rank}") for rank in spans
+        )
+        total_s = max(piece.end_s for piece in pieces)
+        return Lines(pieces=tuple(pieces), exposed_s=total_s - busiest)
     waited = sum(event["dur"] for event in timed if event["pid"] == 0 and begin <= event["ts"] < end
                  and threads.get((0, event.get("tid"))) == "waiting")  # fmt: skip
     return Lines(pieces=tuple(pieces), exposed_s=waited / 1e6)
@@ -284,6 +290,7 @@ def draw(name: str, halves: dict[str, dict[str, Lines]], file: Path) -> None:
     used: dict[str, str] = {}
     for half, lines_of in halves.items():
         longest = max(lines.total_s for lines in lines_of.values())
+        digits = 1 if longest < 0.1 else 0
         for case, lines in lines_of.items():
             axes, names = next(panels), sorted({piece.line for piece in lines.pieces})
             # Waits are drawn last, over the collectives that they wait for.
@@ -300,7 +307,7 @@ def draw(name: str, halves: dict[str, dict[str, Lines]], file: Path) -> None:
             axes.tick_params(labelsize=8)
             axes.spines[["top", "right"]].set_visible(False)
             share = f", {lines.exposed_s / lines.total_s:.0%} {'idle' if name == 'pipeline' else 'exposed'}"
-            axes.set_title(f"{half}: {case}, {1e3 * lines.total_s:,.0f} ms{share}", loc="left", fontsize=9)
+            axes.set_title(f"{half}: {case}, {1e3 * lines.total_s:,.{digits}f} ms{share}", loc="left", fontsize=9)
         axes.set_xlabel("ms", fontsize=8)
     names = sorted(used, key=[*dict(MEANINGS.values()), *used].index)
     marks = [Rectangle((0, 0), 1, 1, facecolor=used[name]) for name in names]
@@ -321,13 +328,12 @@ def main() -> None:
     halves = {f"planned, {shown}={degree} on H100": planned(options.name)}
     if not options.planned:
         halves[f"measured, {shown}=2 on a CPU"] = measured(options.name)
+    lost = "idle" if options.name == "pipeline" else "exposed"
     for half, lines_of in halves.items():
         print(half)
         for case, lines in lines_of.items():
             share = lines.exposed_s / lines.total_s
-            print(
-                f"  {case:<24}{1e3 * lines.total_s:>10.2f} ms, exposed {1e3 * lines.exposed_s:>8.2f} ms ({share:.0%})"
-            )
+            print(f"  {case:<24}{1e3 * lines.total_s:>10.2f} ms, {lost} {1e3 * lines.exposed_s:>8.2f} ms ({share:.0%})")
     if options.picture:
         draw(options.name, halves, options.picture)
         print(f"written to {options.picture}")

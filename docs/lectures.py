@@ -81,7 +81,7 @@ class Workspace:
         self._prepare("meshwright train plan.yaml recipe.steps=2 run=runs/short")
         self._prepare("meshwright export runs/short hf_folder")
         (folder / "runs" / "teacher").symlink_to("short")
-        (folder / "chat.jsonl").write_text(CHAT * 64)
+        (folder / "chat.jsonl").write_text("".join(CHAT.replace("colour", f"colour, try {n}") for n in range(64)))
         (folder / "asked.jsonl").write_text(PROMPT * 2)
 
     def _prepare(self, command: str) -> str:

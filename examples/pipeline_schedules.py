@@ -40,6 +40,7 @@ def main() -> None:
     work = 3 * batches * virtual
     idle = round(played.total_s) - work
     print(f"\n{name}: {work} units of work and {idle} idle ones on each rank, idle / work = {idle / work:.3f}")
+    print("F: forward, B: gradient of the input, W: gradients of weights, .: idle")
     print(f"micro-batches alive at most, by rank: {', '.join(map(str, played.in_flight))}")
 
 

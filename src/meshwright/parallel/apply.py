@@ -236,7 +236,7 @@ def apply(
     if model.shape.moe:
         in_pieces = partial(layout.ep_pieces, hidden=model.shape.hidden, moe=model.shape.moe, device=kind)
         apply_expert_parallel(model, mesh["ep"], in_pieces)
-    apply_sequence_groups(model, mesh["cp"], *([mesh["tp"]] if layout.ep > 1 else []))
+        apply_sequence_groups(model, mesh["cp"], *([mesh["tp"]] if layout.ep > 1 else []))
     apply_block_call(model, layout, device)
     if layout.zero and data.is_needed(mesh):
         data.apply_data_parallel(model, mesh, device, reduce_dtype, gathered)

@@ -81,11 +81,10 @@ def rotate_pair(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate as the reference does, on a GPU in the memory of q and k where that is allowed."""
     if (
-        not torch.is_grad_enabled()
+        len(q) == len(cos) == 1
+        and not interleaved
         and (loops := serving_library.loops())
         and serving_library.takes(q, k, cos, sin)
-        and len(q) == len(cos) == 1
-        and not interleaved
     ):
         return loops.rotate_pair(q, k, cos, sin, in_place)
     if uses_triton("rope", q, prefer=prefer):
