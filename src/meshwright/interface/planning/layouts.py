@@ -431,6 +431,8 @@ def none_offered(trainer: "TrainingSoftware", estimator: "Estimator", plan: Plan
         ranking = search(build_estimator(asked, estimator.stack), asked, fixed=restricted(trainer, fixed), listed=1)
         if ranking.legal:
             larger.setdefault(bool(ranking.best), batch * factor)
+        if ranking.best:
+            break
     lacks = f"{trainer.word} has no layout of {plan.model.name} on {devices}"
     remedy = f"take {argument('recipe', f'global_batch={larger.get(True) or larger[False]}')}" if larger else ""
     if larger and not fixed:
