@@ -65,8 +65,7 @@ def compare(before: Transformer, after: Transformer, batches: Iterable[Batch]) -
         kl_error=deviation / math.sqrt(count),
         kl_p99=_quantile(ordered, 0.99),
         top1=float(agreed.mean()),
-        # exp(710) overflows a double.
-        perplexity_before=math.exp(min(float(first.mean()), 700.0)),
+        perplexity_before=_perplexity(float(first.mean())),
         perplexity_after=_perplexity(float(second.mean())),
         kl_quantiles=tuple((share, _quantile(ordered, share)) for share in SHARES),
     )
@@ -78,6 +77,7 @@ def _quantile(ordered: Tensor, share: float) -> float:
 
 
 def _perplexity(loss: float) -> float:
+    # exp(710) overflows a double.
     return math.exp(min(loss, 700.0)) if math.isfinite(loss) else math.inf
 
 

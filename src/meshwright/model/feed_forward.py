@@ -187,7 +187,7 @@ class Experts(nn.Module):
         self.kernels, self.seams = kernels, seams
         self.rounding: dict[str, Weight] = {}
         """Weights of stacks that are rounded in each product, by name."""
-        self.beside: BesideStacks | None = None
+        self.adapters: ExpertAdapters | None = None
 
     def forward(self, *sent: Any) -> Any:
         """Map what Dispatch.send returned to the argument of Dispatch.receive."""
@@ -228,19 +228,19 @@ class Experts(nn.Module):
         `keys` (R,) are those of the rows for dropout.
         """
         *first, down = stacks or self.stacks()[0]
-        more = None
-        if self.beside is not None:
-            rows, more = self.beside(self, rows, counts)
+        added = None
+        if self.adapters is not None:
+            rows, added = self.adapters(self, rows, counts)
         rows = first[0].read(rows)
-        read = [self._product(rows, stack, counts, more, keys) for stack in first]
+        read = [self._product(rows, stack, counts, added, keys) for stack in first]
         inner = self.kernels.swiglu(*read) if self.gated else self.kernels.gelu(*read, self.approximate)
-        return self._product(down.read(inner), down, counts, more, keys)
+        return self._product(down.read(inner), down, counts, added, keys)
 
     def _product(
-        self, rows: Tensor, stack: ExpertStack, counts: Counts, more: AddedProducts | None, keys: Tensor | None
+        self, rows: Tensor, stack: ExpertStack, counts: Counts, added: AddedProducts | None, keys: Tensor | None
     ) -> Tensor:
         product = self._plain_product(rows, stack, counts, keys)
-        return product if more is None else more.add(stack, rows, product)
+        return product if added is None else added.add(stack, rows, product)
 
     def _plain_product(self, rows: Tensor, stack: ExpertStack, counts: Counts, keys: Tensor | None) -> Tensor:
         multiply = self.kernels.expert_linear
@@ -258,8 +258,8 @@ class Experts(nn.Module):
         return product + low
 
 
-class BesideStacks(Protocol):
-    """Additional products beside the stacks of some experts, for a time."""
+class ExpertAdapters(Protocol):
+    """Adapters of the current pass's requests, whose products are added to those of the experts."""
 
     def __call__(self, experts: Experts, rows: Tensor, counts: Counts) -> tuple[Tensor, AddedProducts]:
         """Return the rows (R, D) of what was sent, and what is added to their products."""

@@ -262,7 +262,8 @@ class Saver:
             step = int(self.newest.name.rpartition("-")[2])
             self._upload(step, self.newest, group, last=True, is_missing=mirror.left_out == step)
         mirror.wait()
-        self._upload(0, self.folder, group, is_missing=False)
+        # All ranks learn that the last upload is committed.
+        self._agree("", mirror, group)
 
     def _upload(
         self, step: int, path: Path, group: dist.ProcessGroup | None, *, last: bool = False, is_missing: bool = True
@@ -271,6 +272,11 @@ class Saver:
         if (mirror := self.mirror) is None:
             return
         name = mirror.choose(step, last=last) if mirror.rank == 0 and is_missing else ""
+        if name := self._agree(name, mirror, group):
+            mirror.begin(step, path, name)
+
+    def _agree(self, name: str, mirror: "Mirror", group: dist.ProcessGroup | None) -> str:
+        """Return rank 0's name of an upload, on all ranks. Touches UPLOADED if another checkpoint is committed."""
         committed = mirror.committed
         if mirror.writers > 1:
             name, committed = broadcast_object(0, (name, committed), group)
@@ -278,8 +284,7 @@ class Saver:
             self._committed = committed
             with suppress(OSError):
                 (self.folder / UPLOADED).touch()
-        if name:
-            mirror.begin(step, path, name)
+        return name
 
     def failed(self) -> bool:
         """Return whether the save in flight has failed on this rank. Reports it to `saved` if it succeeded."""

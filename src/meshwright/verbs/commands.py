@@ -128,7 +128,7 @@ def data_prepare(
     processes: Annotated[
         int | None, typer.Option("--processes", help="Encoding processes.  [default: one per core]", show_default=False)
     ] = None,
-    shard_tokens: Annotated[int, typer.Option("--shard-tokens", help="Tokens of a shard, about.")] = 2**24,
+    shard_tokens: Annotated[int, typer.Option("--shard-tokens", help="Approximate tokens per shard.")] = 2**24,
     json: Annotated[bool, typer.Option("--json", help="Print what was done as one JSON document.")] = False,
 ) -> None:
     """Encode the text of a plan's data, which is given as for train, into a token store: data=STORE trains from it.
@@ -160,7 +160,10 @@ def run(words: Sequence[str]) -> None:
 
 
 def option_writer(words: Sequence[str]) -> Writer:
-    """Return the spelling of arguments by the verb of these words: --tokens 15T, MODEL gpt2, or KEY=VALUE of a plan."""
+    """Return a writer of arguments as the user of this verb types them: --tokens 15T, MODEL gpt2, or KEY=VALUE.
+
+    It takes an argument's name, its value as a Python literal, and the value as text. Empty = the name alone.
+    """
     verb: Any = _parser(words)
     for word in words:  # `data show` is a verb of a group
         verb = getattr(verb, "commands", {}).get(word, verb)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright import planfile
-from meshwright.interface.planning.plan_request import asked_plan
+from meshwright.interface.planning.plan_request import requested_plan
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.search.ranking import Ranking, search
 from meshwright.planner.search.recommend import cheapest_fixes, is_bold, on_half, recommend
@@ -194,7 +194,7 @@ def test_a_huge_batch_does_not_hang(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_a_batch_a_step_has_about_four_million_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     for nodes in (1, 3, 2048):
         words = ["plan", "llama-3.2-1b", "--cluster", "h100x8", "--nodes", str(nodes)]
-        asked = asked_plan(words[1], words[3], nodes, [])
+        asked = requested_plan(words[1], words[3], nodes, [])
         assert 2.8e6 < asked.recipe.global_batch * asked.recipe.sequence < 5.7e6
     assert predicted(["plan", "llama-3.1-405b", *words[2:], "--layout", "tp=8,pp=16,cp=1"], capsys)["layouts"]
 
@@ -245,7 +245,7 @@ def test_a_ramp_is_planned_for_all_its_steps(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_the_memory_of_a_ramp_is_that_of_its_largest_step() -> None:
-    asked = asked_plan("llama-3.2-1b", "h100x8", None, ["global_batch=8", "sequence=4096"])
+    asked = requested_plan("llama-3.2-1b", "h100x8", None, ["global_batch=8", "sequence=4096"])
     layout = Layout(dp_shard=1, pp=8, schedule="afab", micro_batch=1)
     small = replace(asked, layout=layout)
     ramp = replace(small, recipe=replace(small.recipe, batch_ramp=(BatchStage(tokens=1, global_batch=32),)))
@@ -254,7 +254,7 @@ def test_the_memory_of_a_ramp_is_that_of_its_largest_step() -> None:
 
 
 def test_fixes_are_the_layouts_that_were_measured() -> None:
-    asked = asked_plan("llama-3.1-8b", "h100x8", None, ["global_batch=512", "sequence=8192"])
+    asked = requested_plan("llama-3.1-8b", "h100x8", None, ["global_batch=512", "sequence=8192"])
     large = replace(asked, layout=Layout(dp_replicate=8, micro_batch=1))
     fixes = cheapest_fixes(build_estimator(large), large, 20)
     assert fixes
@@ -268,7 +268,7 @@ def test_fixes_are_the_layouts_that_were_measured() -> None:
 def test_odd_machines_have_no_half() -> None:
     for devices, nodes, half in ((8, 3, False), (3, 1, False), (8, 2, True), (4, 1, True), (1, 1, False)):
         cluster = presets.cluster(f"h100x{devices}", nodes)
-        asked = replace(asked_plan("llama-3.2-1b", "h100x8", None, ["global_batch=48"]), cluster=cluster)
+        asked = replace(requested_plan("llama-3.2-1b", "h100x8", None, ["global_batch=48"]), cluster=cluster)
         ranking = on_half(build_estimator(asked), asked)
         assert (ranking is not None) is half
         if ranking and ranking.best:
@@ -342,7 +342,7 @@ def test_no_torch_is_loaded() -> None:
 def test_what_is_recommended_leaves_memory_free(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The fastest layout leaves next to no memory: it stays listed, marked as tight."""
     words = ["plan", "llama-3.1-8b", "--recipe", "global_batch=64,sequence=4096"]
-    asked = asked_plan(words[1], "h100x8", None, [words[3]])
+    asked = requested_plan(words[1], "h100x8", None, [words[3]])
     asked = replace(asked, layout=replace(asked.layout, compile="on"))  # else a tight device has blocks compiled
     open_hand = search(build_estimator(asked), asked)
     fastest = open_hand.best[0]

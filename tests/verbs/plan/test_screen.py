@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.interface.planning.plan_request import asked_plan
+from meshwright.interface.planning.plan_request import requested_plan
 from meshwright.interface.terminal import screen_text as text
 from meshwright.planner.search.ranking import LISTED, search
 from meshwright.planner.search.recommend import ALIKE, merge_alike
@@ -99,7 +99,7 @@ def test_rows_that_differ_in_virtual_stages_alone_are_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    asked = asked_plan("llama-3.1-70b", "h100x8", 2, [])
+    asked = requested_plan("llama-3.1-70b", "h100x8", 2, [])
     best = search(build_estimator(asked), asked).best
     rows = merge_alike(best)
     assert 1 + sum(len(vps) for _, vps in rows[:1]) + len(rows[1:]) <= len(best) and len(rows) < len(best)

@@ -78,6 +78,26 @@ def test_the_terminal_shows_activations_where_no_row_has_a_bubble(capsys: pytest
         assert max(map(len, table.splitlines())) <= 80
 
 
+def test_details_show_what_each_zero_stage_holds_and_sends(capsys: pytest.CaptureFixture[str]) -> None:
+    """The ZeRO paper's formulas by hand: N parameters in bf16, fp32 masters and sums; n devices, m micro-batches."""
+    size, n, m = 1_235_814_400, 8, 8
+    head_share = 128_256 * 2_048 / size  # ZeRO-3 keeps its last gather, the head, for the backward pass
+    words = "tp=1,pp=1,cp=1,dp_shard=8,micro_batch=1,recompute=none,cuda_graphs=off"
+    assert main([*MODEL, "--layout", words, "--sweep", "zero=0,1,2,3", "--details"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(n for n, line in enumerate(lines) if "sent GB" in line)
+    assert lines[start].split() == ["zero", "weights", "grads", "optim.", "act.", "other", "peak", "sent", "GB"]
+    gib, share = size / 2**30, (n - 1) / n
+    held = [(2, 4, 12), (2 + 4 / n, 4, 8 / n), (2 + 4 / n, 4 / n, 8 / n), (4 / n, 4 / n, 8 / n)]
+    sent = [2 * 4, 4 + 2, m * 4 + 2, m * (4 + 2 + 2 * (1 - head_share))]
+    for line, bytes_held, bytes_sent in zip(lines[start + 1 : start + 5], held, sent, strict=True):
+        *parts, activations, other, peak, sent_gb = map(float, line.split()[1:])
+        assert parts == pytest.approx([each * gib for each in bytes_held], abs=0.06)
+        assert sum(parts) + activations + other == pytest.approx(peak, abs=0.3)
+        assert sent_gb == pytest.approx(bytes_sent * share * size / 1e9, abs=0.06)
+    assert max(map(len, lines)) <= 80
+
+
 def test_two_keys_are_a_grid_and_the_page_has_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "sweep.html"
     sweeps = ["--sweep", "nodes=1,2", "--sweep", "overlap=on,off", "--html", str(page)]
@@ -93,7 +113,7 @@ def test_two_keys_are_a_grid_and_the_page_has_every_row(tmp_path: Path, capsys: 
 
     cells = Cells()
     cells.feed(page.read_text(encoding="utf-8"))
-    assert (cells.rows, cells.lines) == (5, 2)
+    assert (cells.rows, cells.lines) == (10, 2)  # both tables with their heads
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,11 @@ def _fetched(span: Span) -> Iterator[Path]:
 
 
 def _fetch_lines(location: Location, span: Span, file: Path) -> None:
-    """Copy the span, the byte before it, and the rest of its last line."""
+    """Copy the span's lines from `location` to `file`, in blocks.
+
+    The copy starts a byte early, so that the reader can tell whether the first line began before the span. It runs to
+    the end of the last line.
+    """
     with file.open("wb") as copy:
         position, ended = max(0, span.begin - 1), False
         while not ended and position < span.file_bytes:

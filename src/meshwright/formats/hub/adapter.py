@@ -173,7 +173,8 @@ def load_adapter(folder: Path, shape: ModelShape, widest: int = 0) -> tuple[Mode
     """Return the shape with the adapter, and the adapter's tensors by our names in fp32.
 
     Raises HubError when the folder holds none, when it is for another shape, or when it asks for something unsupported.
-    It also does so for a rank above `widest`, and for ranks that grow much in memory. widest=0 allows both.
+    With `widest` it also does so for a larger rank, and where all matrices padded to the largest rank would need many
+    times the memory of the files. 0 = no limit.
     """
     config = adapter_config(folder)
     lora = lora_shape(config, folder)

@@ -50,7 +50,7 @@ FULL, LORA, QLORA = "full", "lora", "qlora"
 RATE = "recipe.learning_rate"
 
 
-def asked_plan(
+def requested_plan(
     model: Any, cluster: str | None, nodes: int | None, recipe: Sequence[str], tune: str = "", teacher: str = ""
 ) -> Plan:
     """Return the requested plan, with its layout left open.
@@ -86,13 +86,12 @@ def asked_plan(
     if nodes is not None and not 1 <= nodes <= MOST_NODES:
         raise ArgumentError("nodes", nodes, f"must be at least 1 and at most {MOST_NODES:,}")
     if cluster is not None:
-        requested = replace(
-            requested, cluster=_cluster(cluster, nodes or (requested.cluster.nodes if names_plan else 1))
-        )
+        machine = _cluster(cluster, nodes or (requested.cluster.nodes if names_plan else 1))
     elif not (names_plan and requested.cluster.device.memory_bytes):
         raise _missing_cluster(str("the plan" if plan else model) if names_plan else "")
-    elif nodes is not None:
-        requested = replace(requested, cluster=replace(requested.cluster, nodes=nodes))
+    else:
+        machine = replace(requested.cluster, nodes=nodes or requested.cluster.nodes)
+    requested = replace(requested, cluster=machine)
     # A measured machine has curves in place of data sheets.
     if cluster is None or not names_file(cluster):
         _check_figures(

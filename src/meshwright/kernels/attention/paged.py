@@ -135,7 +135,7 @@ def rotate_and_store(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: PagedStore, values: PagedStore, *,
     interleaved: bool, norms: tuple[Tensor, Tensor, float] | None,
 ) -> bool:  # fmt: skip
-    """Do as the reference in one Triton kernel. Returns False, with nothing done, where it cannot take these."""
+    """Run the reference as one Triton kernel. Returns False, changing nothing, if that does not take these tensors."""
     from meshwright.kernels.triton import paged
 
     if not paged.is_taken(q, k, v) or keys.sizes[3] != q.shape[2] or not (values.sizes[3] == v.shape[2] == k.shape[2]):

@@ -72,7 +72,7 @@ class ProductWay:
 
 
 class ClassResult(NamedTuple):
-    """Result for up to so many rows."""
+    """Fastest way for at most `rows` rows."""
 
     rows: int
     way: ProductWay

@@ -444,7 +444,7 @@ def distance(name: str, alone: RankOutcome, whole: dict[str, Tensor], band: Band
 
 
 def relative(gap: float, size: float) -> float:
-    """Return a gap as a share of a size. Of nothing it is 0 or infinite."""
+    """Return gap / size. For size 0: 0 without a gap, else infinity."""
     return gap / size if size else inf if gap else 0.0
 
 

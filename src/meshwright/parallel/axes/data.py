@@ -84,7 +84,7 @@ def apply_data_parallel(
     next.
     """
     zero = mesh.layout.zero
-    assert zero, "ZeRO-0 is replicas.replicate"
+    assert zero, "without ZeRO, replicas hold the whole model"
     assert mesh["data"].size > 1, "a plan refuses to shard over one rank"
     compat.let_selective_recomputation_pass_hooks()
     # Only ZeRO-3 frees a unit after its forward pass.
@@ -116,21 +116,22 @@ def apply_data_parallel(
 def _shard(
     unit: list[nn.Module], mesh: Mesh, group: str, ranks: DeviceMesh, policy: MixedPrecisionPolicy, *, frees: bool
 ) -> None:
-    """Share modules that are gathered together over the ranks of `group`. `ranks` are these and their replicas."""
-    if unit:
+    """Shard modules that are gathered together over the ranks of `group`. `ranks`: mesh of these and their replicas."""
+    if not unit:
+        return
 
-        def placement(parameter: nn.Parameter) -> Shard:
-            return Shard(sharded_dim(parameter.shape, mesh[group].size))
+    def placement(parameter: nn.Parameter) -> Shard:
+        return Shard(sharded_dim(parameter.shape, mesh[group].size))
 
-        fully_shard(unit, mesh=ranks, reshard_after_forward=frees, mp_policy=policy, shard_placement_fn=placement)
-        if mesh[group].size * mesh["replicate"].size > 1:  # on one rank the division would copy every gradient
-            cast(FSDPModule, unit[0]).set_gradient_divide_factor(1.0)
-        # Every collective of the module is reported to the traffic of its two groups.
-        module, replicas = cast(FSDPModule, unit[0]), mesh["replicate"]
-        module.set_custom_all_gather(_CountedGather(mesh[group]))  # type: ignore[arg-type]  # the protocol, structurally
-        module.set_custom_reduce_scatter(_CountedScatter(mesh[group]))  # type: ignore[arg-type]  # the protocol, structurally
-        if replicas.size > 1:
-            module.set_all_reduce_hook(partial(_after_all_reduce, replicas))
+    fully_shard(unit, mesh=ranks, reshard_after_forward=frees, mp_policy=policy, shard_placement_fn=placement)
+    module, replicas = cast(FSDPModule, unit[0]), mesh["replicate"]
+    if mesh[group].size * replicas.size > 1:  # on one rank the division would copy every gradient
+        module.set_gradient_divide_factor(1.0)
+    # Every collective of the module is reported to the traffic of its two groups.
+    module.set_custom_all_gather(_CountedGather(mesh[group]))  # type: ignore[arg-type]  # the protocol, structurally
+    module.set_custom_reduce_scatter(_CountedScatter(mesh[group]))  # type: ignore[arg-type]  # the protocol, structurally
+    if replicas.size > 1:
+        module.set_all_reduce_hook(partial(_after_all_reduce, replicas))
 
 
 def _after_all_reduce(replicas: Group, total: Tensor) -> None:

@@ -264,6 +264,23 @@ def run_of_sweep(layout: Layout, billions: float) -> Stack:
     return NANOTRON if wide or layout.tp > 16 else NANOTRON_GATHERED_PIPELINE
 
 
+def _with_attention(stack: Stack, kernel: str, *, is_megatron: bool) -> Stack:
+    """Return the stack with the attention that a row names."""
+    if is_megatron and "unfused" in kernel:
+        stack = replace(stack, attention="fused-softmax")  # not flash; scale, mask and softmax have been one since 2020
+    elif "unfused" in kernel or kernel == "torch":  # asked first, since the word contains the next one
+        stack = replace(stack, attention="unfused")
+    elif "fused softmax" in kernel or kernel == "fused":
+        stack = replace(stack, attention="fused-softmax")
+    elif "flash" in kernel:
+        stack = replace(stack, attention="flash")
+    if "flash_attentionv1" in kernel:
+        stack = replace(stack, core_kept=4.0)
+    if "flash" in kernel and re.search(r"flash(_attention)?v?1", kernel):
+        stack = replace(stack, flash=1)
+    return stack
+
+
 def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
     """Return the software of a published row, and the fields of the layout that follow from it."""
     framework = (columns.get("framework") or "").lower()
@@ -274,18 +291,7 @@ def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
     if stack is TORCHTITAN and year and int(year[1]) >= 2025 and (columns.get("compile") or "0") != "0":
         stack = TORCHTITAN_2025
     kernel = (columns.get("attn_kernel") or "").lower()
-    if "megatron" in framework and "unfused" in kernel:
-        stack = replace(stack, attention="fused-softmax")  # not flash; scale, mask and softmax have been one since 2020
-    elif "unfused" in kernel or kernel == "torch":
-        stack = replace(stack, attention="unfused")
-    elif "fused softmax" in kernel or kernel == "fused":
-        stack = replace(stack, attention="fused-softmax")
-    elif "flash" in kernel:
-        stack = replace(stack, attention="flash")
-    if "flash_attentionv1" in kernel:
-        stack = replace(stack, core_kept=4.0)
-    if "flash" in kernel and re.search(r"flash(_attention)?v?1", kernel):
-        stack = replace(stack, flash=1)
+    stack = _with_attention(stack, kernel, is_megatron="megatron" in framework)
     precision = (columns.get("precision") or "").lower()
     if not precision:
         raise ValueError("precision is not given")

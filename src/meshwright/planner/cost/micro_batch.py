@@ -146,14 +146,19 @@ def local_shape(
     *, dropout: float = 0.0, documents: bool = False, gpu: bool = False, products: str = "same", compares: bool = False,
     fake_quantize: str = NO_SCHEME, document_tokens: float = 0.0,
 ) -> LocalShape:  # fmt: skip
-    """Return the local shape of a layout's micro-batch."""
+    """Describe one micro-batch on one rank, as `stack` runs it under `layout`.
+
+    `sequence`: positions of the whole sequence. `batch`: sequences. `width`: bytes of an activation. `products`:
+    recipe.products. The rest is as in LocalShape.
+    """
+    # Features that only the engine has are off for other stacks, whatever the layout says.
+    ours = stack.is_meshwright
     kind, positions, moe = "cuda" if gpu else "cpu", sequence // layout.cp, shape.moe
     rows = batch * positions // (layout.tp if layout.sp else 1) * moe.top_k if moe else 0
-    lowered = stack.is_meshwright and gpu and is_lowered(layout, shape, fake_quantize)
+    lowered = ours and gpu and is_lowered(layout, shape, fake_quantize)
     # The reference kernels keep and move more, as another stack would.
-    if stack.is_meshwright and layout.kernels == "reference":
+    if ours and layout.kernels == "reference":
         stack = plain_code(stack, layout, width, compiled=lowered)
-    # Features that only the engine has are off for other stacks, whatever the layout says.
     return LocalShape(
         shape=shape,
         stack=stack,
@@ -167,20 +172,20 @@ def local_shape(
         context_split=layout.context_split,
         width=width,
         product_width=min(width, stack.product_bytes) if width == 2 else width,
-        fp8=stack.is_meshwright and products != "same",
-        fp8_all=stack.is_meshwright and products == "fp8-all",
+        fp8=ours and products != "same",
+        fp8_all=ours and products == "fp8-all",
         dropout=stack.dropout or dropout > 0,
-        documents=documents and stack.is_meshwright,
-        document_tokens=document_tokens if documents and stack.is_meshwright else 0.0,
-        compares=compares and stack.is_meshwright,
-        splits=stack.is_meshwright and layout.splits_every_backward,
-        compiled=stack.is_meshwright and compiles_blocks(layout, shape, kind, fake_quantize),
-        keeps_norms=not (stack.is_meshwright and keeps_no_norms(layout, shape, kind, fake_quantize)),
+        documents=documents and ours,
+        document_tokens=document_tokens if documents and ours else 0.0,
+        compares=compares and ours,
+        splits=ours and layout.splits_every_backward,
+        compiled=ours and compiles_blocks(layout, shape, kind, fake_quantize),
+        keeps_norms=not (ours and keeps_no_norms(layout, shape, kind, fake_quantize)),
         lowered=lowered,
         gpu=gpu,
-        rounded=SCHEMES.get(fake_quantize) if stack.is_meshwright else None,
-        pieces=layout.tp_pieces(positions, shape.hidden, kind) if stack.is_meshwright else 1,
-        ep_pieces=layout.ep_pieces(rows, shape.hidden, moe, kind) if stack.is_meshwright and moe else 1,
+        rounded=SCHEMES.get(fake_quantize) if ours else None,
+        pieces=layout.tp_pieces(positions, shape.hidden, kind) if ours else 1,
+        ep_pieces=layout.ep_pieces(rows, shape.hidden, moe, kind) if ours and moe else 1,
     )
 
 

@@ -19,7 +19,15 @@ from typing import Literal
 
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.cost.work import MemoryPass, Work
-from meshwright.planner.kernels.fitted_kernel import LONG, Kernel, RateGrid, core_us, kernel_of, product_us
+from meshwright.planner.kernels.fitted_kernel import (
+    LONG,
+    NARROW_HEAD_SHARE,
+    Kernel,
+    RateGrid,
+    core_us,
+    kernel_of,
+    product_us,
+)
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
 from meshwright.spec.layout.cluster import Device
 from meshwright.spec.memory.held import is_aligned
@@ -226,7 +234,7 @@ class Speeds:
     """Factor for rows that are no multiple of 16 bytes: tensor cores are fed element by element."""
     tf32_share: float = 1.0
     """Share of half the bf16 rate that TF32 reaches."""
-    narrow_heads: float = 0.86
+    narrow_heads: float = NARROW_HEAD_SHARE
     """Factor on attention's rate with heads of 64."""
     power: tuple[float, float] | None = None
     """Power draw of products beyond the device's limit, see `slowed`. None = its shares include that."""

@@ -215,33 +215,33 @@ def states(
     *,
     storage: StateStorage = FP32_STATES,
 ) -> States:
-    """Return the table of spec/memory/held.py with the stack's widths.
+    """Return bytes per rank by kind, inside a step and at the update: spec/memory/held.py with the stack's widths.
 
     `micro_batches` counts those of a step on a rank. `count` must be computed with the same `storage`.
     """
     width = WIDTHS[precision]
-    sixteen = precision != "fp32"
-    gradient = stack.gradient_bytes if sixteen else width.gradient
+    is_16_bit = precision != "fp32"
+    gradient = stack.gradient_bytes if is_16_bit else width.gradient
     if stack.is_meshwright:
         gradient = gradient_bytes(precision, layout, micro_batches=micro_batches, reduce_dtype=reduce_dtype)
-    zero, late = layout.zero, layout.pp > 1
-    beside = stack.sharding == "fully_shard"
+    zero, is_pipelined = layout.zero, layout.pp > 1
+    keeps_shards_apart = stack.sharding == "fully_shard"
     # Under ZeRO-3 the shards may be the fp32 masters themselves: no second copy exists then.
-    shard = stack.shard_bytes if stack.shard_bytes and zero == 3 and sixteen else width.parameter
+    shard = stack.shard_bytes if stack.shard_bytes and zero == 3 and is_16_bit else width.parameter
     if stack.is_meshwright and shards_are_masters(precision, layout, storage, reduce_dtype):
         shard = width.master
     master = 0 if shard > width.parameter else master_bytes(precision, storage)
     kinds = {}
     # Inside the step gathered copies may exist; at the update only what persists does.
     for inside in (True, False):
-        whole = inside and zero > 0 and (zero < 3 or late) if beside else zero < 3
-        whole_gradients = zero == 0 or (inside and (zero == 1 or late)) if beside else zero < 2
+        whole = inside and zero > 0 and (zero < 3 or is_pipelined) if keeps_shards_apart else zero < 3
+        whole_gradients = zero == 0 or (inside and (zero == 1 or is_pipelined)) if keeps_shards_apart else zero < 2
         shards = count.updated * shard + (count.shard - count.updated) * width.parameter
         parameters = count.gathered * width.parameter if whole else shards
         kinds[inside] = {
             "parameters": count.codes
-            + (parameters if beside or zero == 3 else count.whole * (width.parameter if whole else shard)),
-            "shards": shards if beside and whole and zero else 0.0,
+            + (parameters if keeps_shards_apart or zero == 3 else count.whole * (width.parameter if whole else shard)),
+            "shards": shards if keeps_shards_apart and whole and zero else 0.0,
             "gradients": (count.learned if whole_gradients else count.updated) * gradient,
             "masters": count.updated * master,
             "moments": count.moments,

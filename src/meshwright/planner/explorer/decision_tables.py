@@ -57,7 +57,11 @@ class Domain:
 
 
 class TracedReads:
-    """An object with axes as fields, read by its class too. Reading one without a value raises Unread."""
+    """Proxy for `real` whose fields named in `axes` come from `state`. All other fields are those of `real`.
+
+    Properties and methods of `real` run on the proxy, so that their reads are traced, too. Raises Unread for an axis
+    that `state` lacks.
+    """
 
     def __init__(self, real: object, state: Values, axes: Mapping[str, str]) -> None:
         self._real, self._state, self._axes = real, state, axes

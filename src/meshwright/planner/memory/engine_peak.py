@@ -259,6 +259,11 @@ class MomentBytes(NamedTuple):
     kept_bytes: float
     logits_bytes: float
 
+    @property
+    def is_early(self) -> bool:
+        """True if the stage's first gradients of inputs are computed before any gradient of its weights."""
+        return self.waits and not self.graded
+
 
 def fullest_moments(
     instants: tuple[Instant, ...], costs: list[MicroBatchCost], shares: tuple[float, ...]
@@ -310,9 +315,9 @@ class PipelineRank:
     last: bool
     first: bool
     """Its first stage is the model's."""
-    made: float
+    computed_gradient_bytes: float
     """Bytes per element of a gradient as computed."""
-    summed: float
+    kept_gradient_bytes: float
     """Bytes per element of a gradient as kept."""
     sums_products: bool = False
     """Gradients of all layer weights are products that add in place, without a temporary."""
@@ -340,56 +345,89 @@ class PipelineRank:
 
     def sizes_at(self, moment: MomentBytes) -> Iterator[Sizes]:
         """Yield the sizes at the worst places of the current pass, which replace the state's."""
-        what, stage, graded, waits, share, reduced, stage_share, kept_bytes, logits = moment
-        cost, units, whole = self.costs[stage], self.units, self.state["gradients"]
-        ends, early = self.last and stage == len(self.costs) - 1, waits and not graded
-        before = (
-            whole * share + self._after_reduction(whole * reduced) + (units.last.gradients if ends and early else 0.0)
-        )
-        parameters = self.state["parameters"] * (1 - reduced * self.frees_parameters)
-        # Graphs are captured without reductions, which follow the pass.
-        final = units.summed and what == "sums" and self.layout.cuda_graphs != "on"
+        parameters = self.state["parameters"] * (1 - moment.reduced * self.frees_parameters)
+        for at in self._places(moment):
+            buffers, freed = at.buffers, parameters - at.freed
+            yield Sizes(at.gradients, at.logits, at.temporaries, buffers, freed, moment.kept_bytes)
+        if moment.what in ("pass", "inputs", "sums"):
+            yield from self._layers(moment, parameters)
 
-        def sizes(at: PassBytes) -> Sizes:
-            return Sizes(at.gradients, at.logits, at.temporaries, at.buffers, parameters - at.freed, kept_bytes)
+    def _places(self, moment: MomentBytes) -> Iterator[PassBytes]:
+        """Yield the bytes at the worst places of a pass at which the activations are those of the moment."""
+        what, cost, logits = moment.what, self.costs[moment.stage], moment.logits_bytes
+        gradients = self._gradients_before(moment)
+        match what:
+            case "loss":
+                yield PassBytes(gradients, logits + cost.logits.transient, 0.0, self._gathered_ahead(moment.graded))
+            case "weights":
+                adds = self.computed_gradient_bytes < self.kept_gradient_bytes and not moment.graded
+                widths = 0.0 if self.sums_products else self.computed_gradient_bytes
+                widths += self.kept_gradient_bytes if adds else 0.0
+                yield PassBytes(gradients, logits, cost.weights * widths)
+            case "reduce":
+                if self.units.summed:
+                    yield PassBytes(gradients, logits, 0.0, *self._reduction(self.first and moment.stage == 0))
+            case "split":
+                yield PassBytes(gradients, logits, cost.split_bytes)
+            case "embedding" | "end":
+                stage_gradients = self.state["gradients"] * moment.stage_share
+                added = self.units.first.gradients if moment.is_early else stage_gradients
+                reduces = what == "end" and self._reduces_in_pass and bool(self.layout.zero)
+                yield self._embedding(
+                    gradients if moment.graded else gradients + added, logits, moment.graded,
+                    moment.stage_share if reduces else 0.0,
+                )  # fmt: skip
+            case _:
+                if self._has_head(moment):
+                    yield from self._head(gradients, logits, cost, moment.graded, self._is_final(moment))
 
-        if what == "loss":
-            gathered = (
-                self.layout.pp == 1 and units.summed and (self.gathers_per_pass or (self.layout.zero and not graded))
-            )
-            # What the pass gathers ahead while the loss is computed.
-            late = units.block if units.tied else units.last  # a tied matrix was gathered before the blocks
-            buffers = late.parameters * bool(gathered) + units.last.parameters * self.gathers_per_pass
-            yield sizes(PassBytes(before, logits + cost.logits.transient, 0.0, buffers))
-        elif what == "weights":
-            wider = self.summed if self.made < self.summed and not graded else 0.0
-            made = 0.0 if self.sums_products else self.made
-            yield sizes(PassBytes(before, logits, cost.weights * (made + wider)))
-        elif what == "reduce":
-            if units.summed:
-                yield sizes(PassBytes(before, logits, 0.0, *self._reduction(self.first and stage == 0)))
-        elif what == "split":
-            yield sizes(PassBytes(before, logits, cost.split_bytes))
-        elif what in ("embedding", "end"):
-            last = what == "end" and units.summed and self.layout.cuda_graphs != "on"
-            after = before if graded else before + (units.first.gradients if early else whole * stage_share)
-            yield sizes(self._embedding(after, logits, graded, stage_share if last and self.layout.zero else 0.0))
-        else:
-            if ends:
-                yield from map(sizes, self._head(before, logits, cost, graded, final))
-            left = self.sums_products or (what == "inputs" and cost.new_bytes > 0)
-            temporaries = cost.inputs_bytes if left else cost.transient_bytes
-            inside = sizes(self._layer(before, logits, temporaries, cost, graded, final, ends))
-            yield inside
-            if final and self.layout.zero and not self.reduces_each:
-                yield self._reduced_layer(inside, cost, ends)
-            if self.gathers_per_pass and not graded:
-                yield self._first_layers(cost, parameters)
-            if self.layout.pp == 1 and not (graded or units.summed):
-                # At the first layer gradients of all others exist, and their activations are freed.
-                made_last = units.block.gradients + (0.0 if units.tied else units.first.gradients)
-                gradients = max(0.0, whole * stage_share - made_last)
-                yield Sizes(gradients, 0.0, temporaries, 0.0, parameters, cost.largest_kept_bytes)
+    def _layers(self, moment: MomentBytes, parameters: float) -> Iterator[Sizes]:
+        """Yield the sizes in the layers of a pass. `parameters`: bytes of those that are not freed before it."""
+        cost, graded, units, ends = self.costs[moment.stage], moment.graded, self.units, self._has_head(moment)
+        final = self._is_final(moment)
+        # The gradient of a weight stays for later, or is added in place by its product.
+        leaves = self.sums_products or (moment.what == "inputs" and cost.new_bytes > 0)
+        temporaries = cost.inputs_bytes if leaves else cost.transient_bytes
+        gradients = self._gradients_before(moment)
+        at = self._layer(gradients, moment.logits_bytes, temporaries, cost, graded, final, ends)
+        inside = Sizes(at.gradients, at.logits, at.temporaries, at.buffers, parameters - at.freed, moment.kept_bytes)
+        yield inside
+        if final and self.layout.zero and not self.reduces_each:
+            yield self._reduced_layer(inside, cost, ends)
+        if self.gathers_per_pass and not graded:
+            yield self._first_layers(cost, parameters)
+        if self.layout.pp == 1 and not (graded or units.summed):
+            # At the first layer gradients of all others exist, and their activations are freed.
+            made_last = units.block.gradients + (0.0 if units.tied else units.first.gradients)
+            gradients = max(0.0, self.state["gradients"] * moment.stage_share - made_last)
+            yield Sizes(gradients, 0.0, temporaries, 0.0, parameters, cost.largest_kept_bytes)
+
+    def _gradients_before(self, moment: MomentBytes) -> float:
+        """Return the bytes of gradients when the pass begins, reduced ones as shards."""
+        whole, is_early = self.state["gradients"], self._has_head(moment) and moment.is_early
+        reduced = self._after_reduction(whole * moment.reduced)
+        return whole * moment.share + reduced + (self.units.last.gradients if is_early else 0.0)
+
+    def _gathered_ahead(self, graded: bool) -> float:
+        """Return the bytes of parameters that are gathered while the loss is computed."""
+        units = self.units
+        gathers = self.gathers_per_pass or (self.layout.zero and not graded)
+        ahead = units.block if units.tied else units.last  # a tied matrix was gathered before the blocks
+        buffers = ahead.parameters if self.layout.pp == 1 and units.summed and gathers else 0.0
+        return buffers + units.last.parameters * self.gathers_per_pass
+
+    def _has_head(self, moment: MomentBytes) -> bool:
+        """Return True if the pass of a moment begins at the model's head."""
+        return self.last and moment.stage == len(self.costs) - 1
+
+    def _is_final(self, moment: MomentBytes) -> bool:
+        """Return True if the pass reduces its gradients."""
+        return moment.what == "sums" and self._reduces_in_pass
+
+    @property
+    def _reduces_in_pass(self) -> bool:
+        """True if the last pass reduces gradients. Graphs are captured without reductions, which follow the pass."""
+        return self.units.summed and self.layout.cuda_graphs != "on"
 
     def _head(
         self, before: float, logits: float, cost: MicroBatchCost, graded: bool, final: bool
@@ -520,7 +558,13 @@ class PipelineRank:
             stage_gradients = self.state["gradients"] * final
             left = first.gradients + block.gradients + self._shared(stage_gradients)
             gradients -= max(0.0, stage_gradients - left)
-        added = graded or self.units.tied or self.units.summed or self.made < self.summed or self.layout.pp > 1
+        added = (
+            graded
+            or self.units.tied
+            or self.units.summed
+            or self.computed_gradient_bytes < self.kept_gradient_bytes
+            or self.layout.pp > 1
+        )
         return PassBytes(gradients, logits, first.made if added else 0.0, freed=freed)
 
     def _shared(self, gradients: float) -> float:

@@ -119,8 +119,8 @@ def rank_memory(
     alive: tuple[tuple[int, ...], ...] = ((),)
     if units is not None:
         engine = PipelineRank(
-            layout=layout, costs=costs, state=state.step, units=units, made=state.parameter_bytes,
-            summed=state.gradient_bytes, sums_products=sums_products, last=last, first=first,
+            layout=layout, costs=costs, state=state.step, units=units, computed_gradient_bytes=state.parameter_bytes,
+            kept_gradient_bytes=state.gradient_bytes, sums_products=sums_products, last=last, first=first,
         )  # fmt: skip
         when, kinds = engine.peak(fullest)
     else:

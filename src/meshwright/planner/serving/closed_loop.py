@@ -7,6 +7,7 @@ The scheduler's rules decide each step. With prompts and decoding on separate en
 requests in flight split.
 """
 
+import math
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -98,7 +99,7 @@ class _Loop:
     def play(self) -> Served:
         while self.waiting or self.running:
             started = self.now
-            if not self._read():
+            if not self._run_prompt_step():
                 self._decode()
             # An engine that plans ahead saw only requests sent before the running step began.
             self.planned = started if self.rules.ahead else self.now
@@ -116,36 +117,19 @@ class _Loop:
             output_tokens_per_s=sum(row[4] for row in self.done) / self.now,
         )  # fmt: skip
 
-    def _read(self) -> bool:
+    def _run_prompt_step(self) -> bool:
         """Run a step with prompts, if one waits and there is room for it. Return whether there was such a step."""
         if self.running and self.steps < self.rules.receive_every:
             return False
         self.steps = 0.0
         batch = float(len(self.running))
-        budget = self.rules.budget - (batch if self.rules.mixes else 0.0)
-        if batch and self.rules.beside:
-            budget = min(budget, self.rules.beside)
-        chunks: list[tuple[_Request, float]] = []
-        for request in self.waiting:
-            if request.sent_s + self.rules.turn_us / 1e6 > max(self.planned, 0.0) and request.sent_s and self.running:
-                break
-            if request.read == 0 and self.rules.sequences and len(self.running) + len(chunks) >= self.rules.sequences:
-                break
-            if request.read == 0 and self.held and self.held + request.prompt + request.output > self.room:
-                break
-            take = min(request.prompt - request.read, budget)
-            if take <= 0:
-                break
-            if request.read == 0:
-                self.held += request.prompt + request.output
-            chunks.append((request, take))
-            budget -= take
+        mixed = batch if self.rules.mixes else 0.0
+        chunks = self._admit(self.rules.budget - mixed)
         if not chunks:
             return False
-        beside = batch if self.rules.mixes else 0.0
         context = self.positions / batch if batch else 0.0
         self.steps = 1e9
-        self.now += self.times.prefill_s([(take, request.read) for request, take in chunks], beside, context)
+        self.now += self.times.prefill_s([(take, request.read) for request, take in chunks], mixed, context)
         if self.rules.mixes and self.running:
             self._advance(1.0)
         for request, take in chunks:
@@ -157,6 +141,26 @@ class _Loop:
                 heappush(self.running, (self.tick + (request.output - 1) / self.accepted, id(request), request))
         self._end()
         return True
+
+    def _admit(self, budget: float) -> list[tuple[_Request, float]]:
+        """Return requests in the order of their arrival with the tokens that a step reads of each, within `budget`."""
+        if self.running and self.rules.mixed_prompt_tokens:
+            budget = min(budget, self.rules.mixed_prompt_tokens)
+        chunks: list[tuple[_Request, float]] = []
+        most = self.rules.sequences or math.inf
+        for request in self.waiting:
+            is_new, needed = request.read == 0, request.prompt + request.output
+            # The first wave is there at the start, and nobody waits for an empty engine.
+            came_too_late = request.sent_s and request.sent_s + self.rules.turn_us / 1e6 > max(self.planned, 0.0)
+            batch_is_full = is_new and len(self.running) + len(chunks) >= most
+            cache_is_full = is_new and self.held and self.held + needed > self.room
+            take = min(request.prompt - request.read, budget)
+            if (came_too_late and self.running) or batch_is_full or cache_is_full or take <= 0:
+                break
+            self.held += needed if is_new else 0.0
+            chunks.append((request, take))
+            budget -= take
+        return chunks
 
     def _decode(self) -> None:
         batch = float(len(self.running))

@@ -46,8 +46,8 @@ class Framework(NamedTuple):
     """True if products that read the same input are one: queries, keys and values; gate and up."""
     reserve: float = 0.9
     """Share of a device's memory that it takes."""
-    beside: int = 0
-    """Tokens of prompts in a step in which answers grow. 0 = all of the budget."""
+    mixed_prompt_tokens: int = 0
+    """Most tokens of prompts in a step that also decodes. 0 = all of the budget."""
     prompt_layer_us: float = 0.0
     """Time of a layer with prompts, beside `layer_us` and its kernels."""
     cache_share: float = 1.0

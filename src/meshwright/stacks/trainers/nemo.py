@@ -259,18 +259,19 @@ def _stack(facts: Facts) -> Stack:
 
 
 def _facts(plan: Plan) -> Facts:
+    """Return what a file states of a plan, None for what the recipe decides. Raises PlanError without a recipe."""
     layout, name = plan.layout, plan.model.name
     if name not in RECIPES:
         raise PlanError(f"nemo has no recipe of {name} here: take one of {', '.join(RECIPES)}")
-    full, selective = layout.recompute == "full", layout.recompute == "selective"
+    recomputes_all = layout.recompute == "full"
     return {
         **megatron.layout_facts(plan),
         "recipe": RECIPES[name], "data_sequence": plan.recipe.sequence, "wide_reduction": False, "mixed": None,
         "pipeline_dtype": Called(name="torch.bfloat16") if layout.pp > 1 else None,
         "granularity": None if layout.recompute == "none" else layout.recompute,
-        "recompute_modules": [megatron.MODULES] if selective else None,
-        "recompute_method": ("block" if layout.recompute_layers else "uniform") if full else None,
-        "recompute_number": (layout.recompute_layers or 1) if full else None,
+        "recompute_modules": [megatron.MODULES] if layout.recompute == "selective" else None,
+        "recompute_method": ("block" if layout.recompute_layers else "uniform") if recomputes_all else None,
+        "recompute_number": (layout.recompute_layers or 1) if recomputes_all else None,
     }  # fmt: skip
 
 

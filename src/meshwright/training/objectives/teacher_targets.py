@@ -321,7 +321,7 @@ def _gather_progress(mesh: Mesh, written: NDArray[np.int64], stops: bool) -> tup
 
 
 class _ProgressReporter:
-    """Reporter of the progress, every REPORT_S seconds."""
+    """Logs how many rows the teacher has processed, at most once every REPORT_S seconds."""
 
     def __init__(self, rows: int) -> None:
         self.rows, self.began = rows, time.monotonic()

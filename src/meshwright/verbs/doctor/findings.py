@@ -34,12 +34,12 @@ def ok(check: str, observation: str, **figures: Any) -> Finding:
 
 
 def warning(check: str, observation: str, advice: str, **figures: Any) -> Finding:
-    """Return a finding with which training runs, but slower or with a risk."""
+    """Return a finding that slows training or puts it at risk."""
     return Finding(check=check, state="warning", observation=observation, advice=advice, figures=figures)
 
 
 def failure(check: str, observation: str, advice: str, **figures: Any) -> Finding:
-    """Return a finding with which training would fail, hang or compute something wrong."""
+    """Return a finding that makes training fail, hang or compute something wrong."""
     return Finding(check=check, state="failure", observation=observation, advice=advice, figures=figures)
 
 

@@ -62,7 +62,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drill(Answer):
-    """Outcomes of a drill."""
+    """Result of a drill: an outcome for each fault. A table on a page."""
 
     ranks: int
     folder: str

@@ -12,7 +12,7 @@ from meshwright.interface.answers.answer import Answer, HasPlan, check_page, che
 from meshwright.interface.answers.markup import table, whole
 from meshwright.interface.planning.layouts import as_trained, chosen_software, none_offered
 from meshwright.interface.planning.plan_reading import Section, section_words
-from meshwright.interface.planning.plan_request import asked_estimator, asked_plan
+from meshwright.interface.planning.plan_request import asked_estimator, requested_plan
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.explain import layout_words
 from meshwright.planner.explorer.explorer_page import assemble, data
@@ -226,7 +226,7 @@ def _half(
     """Return one half. `same`: words of the recipe that both halves share."""
     if price is not None and not 0 < price < MOST_USD:
         raise ArgumentError("price", price, f"must be above 0 and below {MOST_USD:,.0f} dollars per device-hour")
-    plan, software = asked_plan(model, cluster, nodes, [*words, *same]), chosen_software(stack)
+    plan, software = requested_plan(model, cluster, nodes, [*words, *same]), chosen_software(stack)
     if software is not None:
         plan = as_trained(software, plan)
     estimator = asked_estimator(plan, cluster, software.stack({}) if software else MESHWRIGHT)

@@ -21,7 +21,7 @@ from meshwright.interface.planning.layouts import (
     restricted,
 )
 from meshwright.interface.planning.plan_reading import Section, section_words, tokens_of
-from meshwright.interface.planning.plan_request import asked_estimator, asked_plan, within
+from meshwright.interface.planning.plan_request import asked_estimator, requested_plan, within
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.explain import (
     bill,
@@ -242,7 +242,7 @@ def plan(
         DoesNotFit: No layout fits. Its `answer` is the nearest one (PlannedLayout).
         PlanError: An argument makes no sense.
     """
-    asked = asked_plan(model, cluster, nodes, section_words(recipe), tune, str(teacher))
+    asked = requested_plan(model, cluster, nodes, section_words(recipe), tune, str(teacher))
     # A lower limit is a smaller device to every rule, so the search needs no second notion of room.
     asked = asked if memory is None else within(asked, memory)
     budget = tokens_of(tokens)

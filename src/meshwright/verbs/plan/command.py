@@ -180,12 +180,12 @@ def plan(
         raise ArgumentError("html", html, f"is for {argument('sweep')}", "leave it out")
     if sweep:
         unused = {"tokens": tokens, "price": price, "save": save, "top": top, "serve": serve, "out": output,
-                  "teacher": teacher, "details": details, **failures}  # fmt: skip
+                  "teacher": teacher, **failures}  # fmt: skip
         for name, setting in unused.items():
             if setting:
                 raise ArgumentError(name, setting, f"does not go with {argument('sweep')}", "leave one of them out")
         _show_sweep(
-            html, json, model=model, sweeps=sweep, cluster=cluster, nodes=nodes, layout=layout, recipe=recipe,
+            html, json, details, model=model, sweeps=sweep, cluster=cluster, nodes=nodes, layout=layout, recipe=recipe,
             tune=tune, memory=memory, stack=stack, document_tokens=document_tokens,
         )  # fmt: skip
         return
@@ -253,7 +253,7 @@ def plan(
         show(["", *_command(answer.plan, save)])
 
 
-def _show_sweep(html: Path | None, json: bool, **arguments: Any) -> None:
+def _show_sweep(html: Path | None, json: bool, details: bool, **arguments: Any) -> None:
     """Print a sweep, and write its page."""
     from meshwright.interface.answers.answer import check_page, write_page
     from meshwright.interface.terminal.screen_text import print_answer
@@ -265,7 +265,7 @@ def _show_sweep(html: Path | None, json: bool, **arguments: Any) -> None:
     answer = plan_sweep(**arguments)
     if html is not None:
         write_page(html, answer.page())
-    print_answer(answer, answer.lines(option_writer(["plan"])), json=json)
+    print_answer(answer, answer.lines(option_writer(["plan"]), details), json=json)
     if html is not None and not json:
         print(f"  Written to {html}")
 

@@ -1,6 +1,6 @@
 """`plan --sweep KEY=A,B,...`: what `plan` recommends for each value of one key, or of two, as one table."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -15,7 +15,7 @@ from meshwright.interface.terminal.screen_text import width, wrapped
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit, MeshwrightError, Writer, write_in_python
 from meshwright.spec.presets import suggest
-from meshwright.spec.units import GIB
+from meshwright.spec.units import GB, GIB
 from meshwright.verbs.plan.answer import plan
 
 CLUSTER_KEYS = ("cluster", "nodes")
@@ -27,6 +27,12 @@ COLUMNS = {
 }  # fmt: skip
 """Title of a column on the page -> on the terminal."""
 LENGTHS = {name: max(8, len(title)) for name, title in COLUMNS.items()}
+PARTS = {
+    "weights": ("parameters", "shards"), "grads": ("gradients",), "optim.": ("masters", "moments", "counters"),
+    "act.": ("activations",),
+}  # fmt: skip
+"""Column of the table by part -> kinds of memory in it."""
+PART_COLUMNS = (*PARTS, "other", "peak", "sent GB")
 Keys = dict[str, str]
 """Swept key -> its value in a row."""
 
@@ -61,6 +67,20 @@ class SweepRow:
     def activations_bytes(self) -> int:
         """Activations of the fullest rank at its peak. 0 = refused."""
         return 0 if self.planned is None else self.planned.memory.get("activations", 0)
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that the first rank sends in a step, all collectives together. 0 = refused."""
+        return 0.0 if self.planned is None else sum(sent for *_, sent in self.planned.prediction.traffic())
+
+    def part_cells(self) -> tuple[str, ...]:
+        """Return the text of each of PART_COLUMNS, also of a layout that does not fit. Empty = none is legal."""
+        if self.planned is None:
+            return ()
+        parts = [sum(self.planned.memory.get(kind, 0) for kind in kinds) for kinds in PARTS.values()]
+        other = self.planned.peak_bytes - sum(parts)
+        gib = [f"{size / GIB:.1f}" for size in (*parts, other, self.planned.peak_bytes)]
+        return (*gib, f"{self.sent_bytes / GB:.1f}")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -103,6 +123,7 @@ class SweepAnswer(Answer):
             figures = row.planned.row() if row.planned else {}
             if row.planned:
                 figures |= {"activations_bytes": row.activations_bytes, "exposed_seconds": row.exposed_seconds,
+                            "sent_bytes": row.sent_bytes, "memory": row.planned.memory,
                             "nodes": row.planned.plan.cluster.nodes}  # fmt: skip
             rows.append({"swept": dict(row.keys), "fits": not row.refused, "refused": row.refused, **figures})
         return rows
@@ -125,30 +146,40 @@ class SweepAnswer(Answer):
         )  # fmt: skip
         return dict(zip(COLUMNS, cells, strict=True))
 
-    def lines(self, write: Writer = write_in_python) -> Iterator[str]:
-        """Yield the answer for the terminal. `write` writes the arguments in reasons."""
+    def lines(self, write: Writer = write_in_python, details: bool = False) -> Iterator[str]:
+        """Yield the answer for the terminal. `write` writes the arguments in reasons. `details`: also each part."""
         yield from wrapped(self.title, width())
         yield from wrapped(self.rule, width())
         yield ""
         widths = [max(len(name), *(len(row.keys[name]) for row in self.sweep_rows)) for name in self.names]
-        lead = "  ".join(f"{name:<{size}}" for name, size in zip(self.names, widths, strict=True))
+
+        def lead(words: Iterable[str]) -> str:
+            return "  " + "  ".join(f"{word:<{size}}" for word, size in zip(words, widths, strict=True))
+
         # The table is as wide as a terminal without one of these two.
         about_memory = "recompute" in self.names or "recompute_layers" in self.names
         piped = not about_memory and any(row.fitting and row.fitting.time["bubble"] for row in self.sweep_rows)
         columns = [name for name in COLUMNS if name != ("act. GiB" if piped else "bubble")]
-        yield f"  {lead}" + "".join(f" {COLUMNS[name]:>{LENGTHS[name]}}" for name in columns)
+        yield lead(self.names) + "".join(f" {COLUMNS[name]:>{LENGTHS[name]}}" for name in columns)
         for row in self.sweep_rows:
-            lead = "  " + "  ".join(f"{row.keys[name]:<{size}}" for name, size in zip(self.names, widths, strict=True))
+            values = lead(row.keys.values())
             if row.fitting:
                 cells = self.cells(row)
-                yield lead + "".join(f" {cells[name]:>{LENGTHS[name]}}" for name in columns)
-                yield from wrapped(row.fitting.words, width(), " " * (len(lead) + 2))
+                yield values + "".join(f" {cells[name]:>{LENGTHS[name]}}" for name in columns)
+                yield from wrapped(row.fitting.words, width(), " " * (len(values) + 2))
             elif row.error:
-                yield from wrapped(row.error.written(write), width(), f"{lead}  ")
+                yield from wrapped(row.error.written(write), width(), f"{values}  ")
         yield ""
         if any(row.fitting and row.fitting.tight for row in self.sweep_rows):
             yield "  ! hardly any memory is left: it may not fit."
         yield from wrapped(EXPLAINED + ("" if piped else ACTIVATIONS), width(), "  ")
+        if details:
+            yield ""
+            yield lead(self.names) + "".join(f"{title:>9}" for title in PART_COLUMNS)
+            for row in self.sweep_rows:
+                yield lead(row.keys.values()) + "".join(f"{cell:>9}" for cell in row.part_cells())
+            yield ""
+            yield from wrapped(PARTS_EXPLAINED, width(), "  ")
 
     def page(self) -> str:
         """Return one HTML page: a picture of throughput over the first key, and the table."""
@@ -160,8 +191,10 @@ class SweepAnswer(Answer):
         for row in self.sweep_rows:
             cells = self.cells(row) or dict.fromkeys(COLUMNS, "")
             body.append((*row.keys.values(), *cells.values(), row.fitting.words if row.fitting else row.refused))
+        parts = [(*row.keys.values(), *row.part_cells()) for row in self.sweep_rows if row.planned]
         return whole(line(self.title), line(self.rule), self._picture(), line(EXPLAINED + ACTIVATIONS),
-                     table((*self.names, *COLUMNS, "layout, or why there is none"), body))  # fmt: skip
+                     table((*self.names, *COLUMNS, "layout, or why there is none"), body),
+                     table((*self.names, *PART_COLUMNS), parts), line(PARTS_EXPLAINED))  # fmt: skip
 
     def _picture(self) -> str:
         """Return throughput per device over the first key, a line for each value of the second."""
@@ -182,6 +215,10 @@ EXPLAINED = (
     "which nothing is computed."
 )
 ACTIVATIONS = " act.: activations at the peak, a part of GiB."
+PARTS_EXPLAINED = (
+    "GiB at the peak of the fullest device, also where it does not fit: weights with own shards, gradients, optimizer "
+    "states, activations. sent GB: by the first rank in a step."
+)
 
 
 @checked

@@ -9,7 +9,7 @@ from meshwright.interface.answers.answer import Answer, HasPlan, checked
 from meshwright.interface.answers.markup import line, table, whole
 from meshwright.interface.planning.layouts import carried_layout, fixed_layout
 from meshwright.interface.planning.plan_reading import Section, section_words
-from meshwright.interface.planning.plan_request import asked_plan
+from meshwright.interface.planning.plan_request import requested_plan
 from meshwright.planner.cost.block import LayerWork, layer
 from meshwright.planner.cost.micro_batch import local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT
@@ -91,7 +91,9 @@ def plan_formula(
     Raises:
         PlanError: An argument makes no sense.
     """
-    asked, words = carried_layout(asked_plan(model, cluster or DEVICE, 1, section_words(recipe)), section_words(layout))
+    asked, words = carried_layout(
+        requested_plan(model, cluster or DEVICE, 1, section_words(recipe)), section_words(layout)
+    )
     if unread := next((word for word in words if word.partition("=")[0] != "micro_batch"), ""):
         raise ArgumentError(
             "layout",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.interface.answers.answer import Answer, HasPlan, checked
 from meshwright.interface.answers.markup import line, table, whole
-from meshwright.interface.planning.plan_request import asked_plan
+from meshwright.interface.planning.plan_request import requested_plan
 from meshwright.planner.cost.exchanges import Links
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.machine.clusterfile import load_named
@@ -231,7 +231,7 @@ def plan_serving(
         DoesNotFit: No layout holds one sequence.
         PlanError: An argument makes no sense.
     """
-    plan = asked_plan(model, cluster, nodes, ())
+    plan = requested_plan(model, cluster, nodes, ())
     # A measured machine is planned for our own engine, which `measure` runs in fp32.
     machine_file = cluster if cluster is not None and names_file(cluster) else None
     default_format = "fp32" if machine_file else "bf16"
@@ -331,7 +331,7 @@ def measured_times(cluster: str, plan: Plan) -> Callable[[Deployment], StepTimes
 
     def timed(deployment: Deployment) -> StepTimes:
         rules = deployment.framework._replace(
-            layer_us=layer_s * 1e6, beside=0 if deployment.device.is_gpu else BESIDE_ANSWERS
+            layer_us=layer_s * 1e6, mixed_prompt_tokens=0 if deployment.device.is_gpu else BESIDE_ANSWERS
         )
         return StepTimes(replace(deployment, framework=rules), MeasuredKernels(estimator.speeds, estimator.links))
 
@@ -346,7 +346,7 @@ def engine_times(rates: EngineRates, speeds: Speeds, links: Links) -> Callable[[
         sequence_s = rates.sequence_s + rates.logit_s * deployment.model.shape.vocab
         rules = deployment.framework._replace(
             layer_us=rates.layer_s * 1e6, step_us=rates.step_s * 1e6, sequence_us=sequence_s * 1e6, fuses=True,
-            prompt_layer_us=rates.prompt_layer_s * 1e6, beside=BESIDE_ANSWERS,
+            prompt_layer_us=rates.prompt_layer_s * 1e6, mixed_prompt_tokens=BESIDE_ANSWERS,
         )  # fmt: skip
         return StepTimes(
             replace(deployment, framework=rules), EngineKernels(speeds, links, rates, weights_bytes(deployment))

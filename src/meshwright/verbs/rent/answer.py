@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.interface.answers.answer import Answer, HasPlan, checked
 from meshwright.interface.answers.markup import line, table, whole
 from meshwright.interface.planning.plan_reading import Section, seconds_of, section_words, tokens_of, tokens_word
-from meshwright.interface.planning.plan_request import asked_plan
+from meshwright.interface.planning.plan_request import requested_plan
 from meshwright.planner.explain import words_of
 from meshwright.planner.rent import prices as price_tables
 from meshwright.planner.rent.clusters import NODES, lacks, left_out
@@ -222,7 +222,7 @@ def rent(
     if budget is not None and not 0 < budget < float("inf"):
         raise ArgumentError("budget", budget, "must be a number of dollars above 0")
     # The run on one device: every cluster takes its batch, so all train alike.
-    plan = asked_plan(model, "h100", 1, section_words(recipe), tune)
+    plan = requested_plan(model, "h100", 1, section_words(recipe), tune)
     deadline_s = seconds_of(deadline)
     # Runs beyond the limit are not searched, so a later deadline has to raise it.
     longest_s = LONGEST_S if deadline_s == float("inf") else max(LONGEST_S, deadline_s)
@@ -445,7 +445,7 @@ def rent_serving(
     if latency is not None and not 0 < latency < 1e9:
         raise ArgumentError("latency", latency, "must be a number of milliseconds above 0")
     offers = asked_prices(prices)
-    plan = asked_plan(model, "h100", 1, ())
+    plan = requested_plan(model, "h100", 1, ())
     asked, timed = asked_load(
         plan, None, input_length=input_length, output_length=output_length, concurrency=concurrency,
         quantization=quantization, kv_dtype=kv_dtype, framework=framework,

@@ -47,25 +47,11 @@ def verify(
 
     It compares loss, every gradient, gradient norm, and the weights after two steps. Exit code 4 where any differs.
     """
-    from meshwright.interface.terminal.screen_text import print_json
-    from meshwright.observe.oracle.features import ALL, FEATURES
-
     wanted_features = {name.strip() for name in only.split(",") if name.strip()}
-    unknown = wanted_features - ALL.keys()
-    if unknown:
-        raise ArgumentError("only", sorted(unknown)[0], "is not a feature", f"choose from {', '.join(ALL)}")
-    if processes < 1:
-        raise ArgumentError("processes", processes, "must be at least 1")
-    if seed is not None and random is None:
-        raise ArgumentError("seed", seed, "chooses random cases", f"add {argument('random', 'N')}")
-    if page is not None:
-        check_parent(page, "page")
-    if random is not None and random < 1:
-        raise ArgumentError("random", random, "must be at least 1")
-    if device not in ("cpu", "cuda"):
-        raise ArgumentError("device", device, "is not known", "take cpu or cuda")
+    _check_options(wanted_features, processes=processes, device=device, random=random, seed=seed, page=page)
     # Options are checked by now; these imports load torch, which takes seconds.
     from meshwright.observe.oracle.feature_matrix import run, trials, trials_of_one_rank
+    from meshwright.observe.oracle.features import FEATURES
     from meshwright.verbs.verify.random_run import verify_case, verify_random  # loads torch
 
     allowed = _devices(device)
@@ -81,20 +67,19 @@ def verify(
         if not (case or "").strip():
             raise PlanError("--case is empty: give a case as --random prints it, as 'kv_heads=1 tp=2'")
         return verify_case(case or "", device=device, json=json, processes=processes)
-    if one_gpu := device == "cuda" and processes == 1:
-        selected, refused = trials_of_one_rank(every_compiled=compiled)
-    else:
-        selected, refused = trials(
-            [name for name in FEATURES if compiled or name != "compiled" or name in wanted_features]
-        )
+    one_gpu = device == "cuda" and processes == 1
+    selected, refused = (
+        trials_of_one_rank(every_compiled=compiled)
+        if one_gpu
+        else trials([name for name in FEATURES if compiled or name != "compiled" or name in wanted_features])
+    )
     # The matrix covers pairs. A request for three features or more may need a layout of its own.
     matching_trials = [
         trial for trial in selected if trial.layout.world <= processes and wanted_features <= trial.features
     ]
     selected = matching_trials or [_fitting_trial(wanted_features, processes, allowed)]
-    summary = (
-        f"{many(len(selected), 'case')}, {sum(trial.layout.compile == 'on' for trial in selected)} of them compiled"
-    )
+    compiled_count = sum(trial.layout.compile == "on" for trial in selected)
+    summary = f"{many(len(selected), 'case')}, {compiled_count} of them compiled"
     if one_gpu:
         summary = f"1 GPU: {summary}, each beside plain code on it; layouts over ranks take 2 GPUs or more"
     # On stderr, so that --json leaves one document on stdout.
@@ -105,27 +90,50 @@ def verify(
         if not json:
             progress = f"{len(outcomes):>3}/{len(selected)}  {many(trial.layout.world, 'rank')}"
             print(f"{progress}  {trial.title}: {difference or 'equal'}", flush=True)
-    failed = [f"{trial.title}: {difference}" for trial, difference in outcomes if difference]
     if page:
         page.write_text(support_page(outcomes, refused))
+    _report(outcomes, len(refused), json=json)
+
+
+def _check_options(
+    wanted_features: "set[str]", *, processes: int, device: str, random: int | None, seed: int | None,
+    page: Path | None,
+) -> None:  # fmt: skip
+    """Raise ArgumentError for an option that cannot hold, before torch is loaded."""
+    from meshwright.observe.oracle.features import ALL
+
+    if unknown := sorted(wanted_features - ALL.keys()):
+        raise ArgumentError("only", unknown[0], "is not a feature", f"choose from {', '.join(ALL)}")
+    if processes < 1:
+        raise ArgumentError("processes", processes, "must be at least 1")
+    if seed is not None and random is None:
+        raise ArgumentError("seed", seed, "chooses random cases", f"add {argument('random', 'N')}")
+    if page is not None:
+        check_parent(page, "page")
+    if random is not None and random < 1:
+        raise ArgumentError("random", random, "must be at least 1")
+    if device not in ("cpu", "cuda"):
+        raise ArgumentError("device", device, "is not known", "take cpu or cuda")
+
+
+def _report(outcomes: Sequence[tuple["Trial", str | None]], refused: int, *, json: bool) -> None:
+    """Print the outcome. Raises OutsideTolerance where a layout differs. `refused`: pairs of features."""
+    from meshwright.interface.terminal.screen_text import print_json
+
+    failed = [f"{trial.title}: {difference}" for trial, difference in outcomes if difference]
     if json:
-        print_json(
-            {
-                "layouts": len(outcomes),
-                "different": len(failed),
-                "refused_pairs": len(refused),
-                "results": [
-                    {"features": trial.title, "ranks": trial.layout.world, "difference": difference}
-                    for trial, difference in outcomes
-                ],
-            }
-        )
+        results = [
+            {"features": trial.title, "ranks": trial.layout.world, "difference": difference}
+            for trial, difference in outcomes
+        ]
+        counts = {"layouts": len(outcomes), "different": len(failed), "refused_pairs": refused}
+        print_json({**counts, "results": results})
     if failed:
         raise OutsideTolerance(f"{len(failed)} of {len(outcomes)} layouts differ from one device; {failed[0]}")
     if not json:
         print(
             f"{many(len(outcomes), 'layout')} {'equals' if len(outcomes) == 1 else 'equal'} one device; "
-            f"{many(len(refused), 'pair')} of features {'is' if len(refused) == 1 else 'are'} refused"
+            f"{many(refused, 'pair')} of features {'is' if refused == 1 else 'are'} refused"
         )
 
 

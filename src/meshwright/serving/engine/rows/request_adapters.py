@@ -267,7 +267,7 @@ class ExpertAdapters:
             return
         for experts, stacks in touched:
             stacks.current = [stacks.adapters.get(number, {}) for number in rows]
-            experts.beside = stacks
+            experts.adapters = stacks
         seams = self._model.seams
         dispatch, tagging = seams.dispatch, _Tagging(self._model, list(rows.values()), self._multiple)
         seams.dispatch = replace(dispatch, ordered=tagging.ordered, send=tagging.send)
@@ -276,7 +276,7 @@ class ExpertAdapters:
         finally:
             seams.dispatch = dispatch
             for experts, _ in touched:
-                experts.beside = None
+                experts.adapters = None
 
 
 @final
@@ -300,7 +300,7 @@ class _Tagging:
 
     def send(self, experts: Experts, rows: Tensor, counts: Tensor) -> Any:
         """Send rows to the ranks of their experts, with the tags of their adapters."""
-        if experts.beside is None:
+        if experts.adapters is None:
             return self._inner.send(experts, rows, counts)
         # Tags of a pass are the same in all layers: only the order of rows differs.
         if self._tag_digits is None:
