@@ -41,7 +41,7 @@ def test_experts_borrow_ranks_from_one_replica_of_one_stage() -> None:
 
 
 def test_only_groups_that_somebody_uses_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh.compat, "create_named_group", lambda ranks, limit, purpose: None)
+    monkeypatch.setattr(mesh.compat, "create_named_group", lambda ranks, limit, purpose, axis: None)
     dense = make_mesh(Layout(pp=2, dp_shard=2, cp=2, tp=2), rank=5).process_groups
     once = [(5, 7), (4, 5), (1, 3, 5, 7), tuple(range(1, 16, 2)), tuple(range(16)), (5,)]
     assert dense.keys() == {("", ranks) for ranks in once} | {("F from 5", (5, 13)), ("B from 13", (5, 13))}

@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -15,9 +16,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from meshwright import compat
 from meshwright.interface.process.launch import PHASES, READS
+from meshwright.observe.ranks import on_ranks
+from meshwright.parallel.groups.mesh import make_mesh
 from meshwright.parallel.health import heartbeat as pulses
 from meshwright.parallel.health import watchdog
 from meshwright.parallel.health.heartbeat import BACKWARD, Beat, Heartbeat, HeartbeatWatch
@@ -32,6 +37,7 @@ from meshwright.parallel.health.watchdog import (
     meet,
     name_ranks,
 )
+from meshwright.spec import Layout
 from meshwright.spec.errors import RunError
 from meshwright.training.step.interrupt import Interrupt
 
@@ -99,6 +105,47 @@ def test_the_sentence_names_rank_step_phase_and_collective() -> None:
     assert blame is not None
     who = "rank 1 on node17 has stood still for 301 s at step 7, forward, last collective all_reduce on data "
     assert blame.sentence.startswith(who + "(a.py:1 in f)")
+
+
+def test_the_flight_recorder_orders_devices_that_hosts_run_ahead_of() -> None:
+    """All hosts wait at one place. The device of rank 1 is one collective behind, and the others wait for it there."""
+    ahead = replace(WAITS, oldest=512, open_collective="all_gather 12 on shard")
+    behind = replace(WAITS, oldest=511, open_collective="all_reduce 40 on data")
+    blame = judge([ahead, behind, ahead, WAITS], [0.0] * 4, Limits())
+    assert blame is not None and blame.rank == 1
+    assert "; by torch's flight recorder its oldest open collective is all_reduce 40 on data, and 2 other ranks wait " \
+        "in all_gather 12 on shard; every rank was ended" in blame.sentence  # fmt: skip
+    # One that never entered the others' collective has none, and neither has one that was stopped.
+    blame = judge([ahead, STILL, WAITS], AWAKE, Limits())
+    assert blame is not None and "; by torch's flight recorder 1 other rank waits in all_gather 12" in blame.sentence
+    blame = judge([ahead, MOVES, ahead], [0, 121, 0], Limits())
+    assert blame is not None and "recorder 2 other ranks wait in all_gather 12 on shard; every" in blame.sentence
+
+
+def test_the_oldest_open_collective_is_read_while_it_waits() -> None:
+    assert on_ranks(2, _read_recorder) == [(True, False), (False, False)]
+
+
+def _read_recorder() -> tuple[bool, bool]:
+    """Rank 0 enters a sum that rank 1 joins once rank 0 has read its recorder."""
+    mesh = make_mesh(Layout(dp_shard=2))
+    shard, read = mesh["shard"], dist.distributed_c10d._get_default_store()
+    # The group's first sum ends before.
+    dist.all_reduce(torch.ones(1), group=shard.process_group)
+    if mesh.rank:
+        read.wait(["read"])
+        dist.all_reduce(torch.ones(1), group=shard.process_group)
+        return False, bool(compat.oldest_open_collective()[1])
+    thread = threading.Thread(target=lambda: dist.all_reduce(torch.ones(1), group=shard.process_group))
+    thread.start()
+    end_s = time.monotonic() + 30
+    while not (name := compat.oldest_open_collective()[1]) and time.monotonic() < end_s:
+        time.sleep(0.01)
+    read.set("read", "")
+    thread.join()
+    return re.fullmatch(r"all_?reduce \d+ on (world|shard|data)", name) is not None, bool(
+        compat.oldest_open_collective()[1]
+    )
 
 
 def test_an_observer_that_was_stopped_itself_blames_nobody() -> None:

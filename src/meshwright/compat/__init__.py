@@ -57,6 +57,7 @@ from meshwright.compat.fsdp import join_stream as join_stream
 from meshwright.compat.fsdp import joined_streams as joined_streams
 from meshwright.compat.fsdp import let_selective_recomputation_pass_hooks as let_selective_recomputation_pass_hooks
 from meshwright.compat.process_groups import create_named_group as create_named_group
+from meshwright.compat.process_groups import oldest_open_collective as oldest_open_collective
 
 _CANNOT = (AttributeError, TypeError, ValueError, RuntimeError)
 

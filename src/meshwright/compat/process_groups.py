@@ -1,20 +1,26 @@
 """torch's process groups: names that every member derives alone, and the methods that all public collectives call."""
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import itemgetter
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
 _torch: Any = distributed_c10d
+_c10d: Any = _distributed_c10d
 
 
-def create_named_group(ranks: Sequence[int], timeout: timedelta | None, purpose: str = "") -> dist.ProcessGroup:
-    """Create a group that only its members join, named by purpose and ranks.
+def create_named_group(
+    ranks: Sequence[int], timeout: timedelta | None, purpose: str = "", axis: str = ""
+) -> dist.ProcessGroup:
+    """Create a group that only its members join, named by purpose and ranks. `axis`: how the flight recorder calls it.
 
     torch names such a group by a per-process counter and has no public way to set the name. Some ranks belong to more
     groups than others, such as the ends of a pipeline. They would wait for each other under different names. The number
@@ -26,10 +32,30 @@ def create_named_group(ranks: Sequence[int], timeout: timedelta | None, purpose:
     by_count = _torch._process_group_name
     _torch._process_group_name = lambda *_, **__: name
     try:
-        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=axis or None
+        )
     finally:
         _torch._process_group_name = by_count
     return group
+
+
+def oldest_open_collective() -> tuple[int, str]:
+    """Return number and name of the first collective that has not ended, as `all_gather 512 on shard`.
+
+    torch's flight recorder numbers the collectives of a process and knows which have ended, on a GPU, too, behind which
+    the host runs ahead. (-1, "") = all that it holds have ended. Takes 40 ms on a CPU, where it reads all entries.
+    """
+    # No public way leads to it without its files, which torch writes when a collective times out.
+    entries: list[dict[str, Any]] = json.loads(_c10d._dump_fr_trace_json(True, True)).get("entries", [])
+    # Gloo marks what has ended as retired alone.
+    oldest = min((entry for entry in entries if not entry["retired"]), key=itemgetter("record_id"), default=None)
+    if oldest is None:
+        return -1, ""
+    operation = oldest["profiling_name"].rpartition(":")[2].strip("_")
+    number = oldest["p2p_seq_id" if oldest["is_p2p"] else "collective_seq_id"]
+    group = oldest["process_group"][1].replace("default_pg", "world")
+    return oldest["record_id"], f"{operation} {number} on {group}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

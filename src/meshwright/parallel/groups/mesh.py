@@ -148,7 +148,9 @@ def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh, purpose: str = "")
         elif len(ranks) == world and not purpose:
             mesh.process_groups[key] = dist.group.WORLD
         else:
-            mesh.process_groups[key] = compat.create_named_group(ranks, compat.time_limit(dist.group.WORLD), purpose)
+            mesh.process_groups[key] = compat.create_named_group(
+                ranks, compat.time_limit(dist.group.WORLD), purpose, axis
+            )
     overlaps = mesh.layout.overlap == "on"
     group = Group(axis, ranks, ranks.index(mesh.rank), mesh.process_groups[key], mesh.traffic, overlaps)
     if new and _uses_nccl(group):  # Gloo also serves GPU tensors, and keeps the world's limit

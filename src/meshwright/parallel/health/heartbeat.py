@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import accumulate, chain, repeat, takewhile
@@ -20,6 +21,7 @@ from pathlib import Path
 from traceback import walk_tb
 from types import FrameType, TracebackType
 
+from meshwright import compat
 from meshwright.parallel.groups.group import Traffic
 
 QUICK = frozenset({"step", "forward", "backward", "gradients", "optimizer", "loss"})
@@ -46,6 +48,8 @@ BACKWARD = "torch.autograd.graph:_engine_run_backward"
 """The function in which the main thread waits while autograd's threads run a backward pass."""
 FIRST_STEPS = 2
 """Steps of a process that may take long: memory is taken, code compiled."""
+RECORDER_AFTER_S = 2.0
+"""Time without progress after which torch's flight recorder is read, then at twice the time, and so on."""
 LONGEST_SAMPLE_S = 0.5
 """Most that a sample counts. A process that was stopped did nothing meanwhile."""
 
@@ -121,6 +125,10 @@ class Beat:
     """Number of collectives it began."""
     still_s: float = 0.0
     """Time since step, collective or stack last changed."""
+    oldest: int = -1
+    """Number of the oldest collective that has not ended, once the rank stands still. -1 = none, or not known."""
+    open_collective: str = ""
+    """Its name by torch's flight recorder."""
     waits: bool = False
     """True in a collective, in autograd's engine, or while it reads what the device is still computing.
 
@@ -182,6 +190,7 @@ class HeartbeatWatch:
         self._moved_s = self._sampled_s = time.monotonic()
         self._work_s = 0.0
         self._timed = (0, 0.0, 0.0)
+        self._recorded, self._recorder_due_s = (-1, ""), RECORDER_AFTER_S
 
     def look(self) -> Beat:
         """Return where the thread is now. Takes 20 to 50 microseconds, and as much for each other Python thread."""
@@ -199,7 +208,14 @@ class HeartbeatWatch:
         now = time.monotonic()
         if seen != self._seen:
             self._seen, self._moved_s = seen, now
+            self._recorded, self._recorder_due_s = (-1, ""), RECORDER_AFTER_S
+        if now - self._moved_s > self._recorder_due_s:
+            self._recorder_due_s = 2 * (now - self._moved_s)
+            with suppress(Exception):  # its format is torch's own, and a missing diagnosis must not end a run
+                self._recorded = compat.oldest_open_collective()
         return Beat(
+            oldest=self._recorded[0],
+            open_collective=self._recorded[1],
             step=self.pulse.step,
             phase=phase,
             last=calls.last,

@@ -24,6 +24,7 @@ import select
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ import torch.distributed as dist
 from meshwright.parallel.health.heartbeat import COMPILE, Beat, HeartbeatWatch, boot_id
 from meshwright.parallel.health.slow_ranks import SlowRanks
 from meshwright.spec.errors import RunError
+from meshwright.spec.units import many
 
 PAUSE_S = 0.02
 SHOWN = 5
@@ -154,13 +156,25 @@ def judge(beats: Sequence[Beat], silent_s: Sequence[float], limits: Limits) -> B
     how = f"has stood still for {beat.still_s:.0f} s"
     if beat.waits:
         how = f"is the farthest behind of ranks that have waited for each other for {beat.still_s:.0f} s"
-    return Blame(blamed, f"{_name_rank(blamed, beat)} {how} at {beat.position} ({beat.where}); {ADVICE}")
+    recorded = _recorded(beat, [beats[rank] for rank in going if rank != blamed])
+    return Blame(blamed, f"{_name_rank(blamed, beat)} {how} at {beat.position} ({beat.where}){recorded}; {ADVICE}")
 
 
 def _order(beat: Beat) -> tuple[float, ...]:
     if beat.waits:
-        return True, beat.step, beat.calls, -beat.still_s
+        # Hosts run ahead of their GPUs, so equal positions of hosts say little about the devices.
+        return True, beat.step, beat.calls, math.inf if beat.oldest < 0 else beat.oldest, -beat.still_s
     return False, -beat.still_s
+
+
+def _recorded(beat: Beat, others: Sequence[Beat]) -> str:
+    """Return what torch's flight recorder says of a rank and of those that wait for it. Empty = nothing."""
+    waiting = Counter(other.open_collective for other in others)
+    waiting.pop("", None)
+    parts = [f"its oldest open collective is {beat.open_collective}"] if beat.open_collective else []
+    for collective, ranks in waiting.most_common(1):
+        parts.append(f"{many(ranks, 'other rank')} {'waits' if ranks == 1 else 'wait'} in {collective}")
+    return f"; by torch's flight recorder {', and '.join(parts)}" if parts else ""
 
 
 def _blame_silent(rank: int, beats: Sequence[Beat], silent_s: Sequence[float]) -> Blame:
@@ -172,7 +186,8 @@ def _blame_silent(rank: int, beats: Sequence[Beat], silent_s: Sequence[float]) -
     return Blame(
         rank,
         f"{_name_rank(rank, beats[rank])}{more} has been silent for {seconds:.0f} s in step {step}, stopped or cut "
-        f"off; its last beat was at {beats[rank].position}; {ADVICE}",
+        f"off; its last beat was at {beats[rank].position}"
+        f"{_recorded(Beat(), [beat for other, beat in enumerate(beats) if other != rank])}; {ADVICE}",
     )
 
 

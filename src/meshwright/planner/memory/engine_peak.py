@@ -259,11 +259,6 @@ class MomentBytes(NamedTuple):
     kept_bytes: float
     logits_bytes: float
 
-    @property
-    def is_early(self) -> bool:
-        """True if the stage's first gradients of inputs are computed before any gradient of its weights."""
-        return self.waits and not self.graded
-
 
 def fullest_moments(
     instants: tuple[Instant, ...], costs: list[MicroBatchCost], shares: tuple[float, ...]
@@ -345,89 +340,72 @@ class PipelineRank:
 
     def sizes_at(self, moment: MomentBytes) -> Iterator[Sizes]:
         """Yield the sizes at the worst places of the current pass, which replace the state's."""
-        parameters = self.state["parameters"] * (1 - moment.reduced * self.frees_parameters)
-        for at in self._places(moment):
-            buffers, freed = at.buffers, parameters - at.freed
-            yield Sizes(at.gradients, at.logits, at.temporaries, buffers, freed, moment.kept_bytes)
+        whole, units = self.state["gradients"], self.units
+        begins_at_head = self.last and moment.stage == len(self.costs) - 1
+        # No weight of the stage has a gradient when the first gradients of its inputs are computed.
+        is_early = moment.waits and not moment.graded
+        reduced, frees = whole * moment.reduced, self.frees_parameters
+        gradients = whole * moment.share + (self._shared(reduced) if frees else reduced)
+        gradients += units.last.gradients if begins_at_head and is_early else 0.0
+        parameters = self.state["parameters"] * (1 - moment.reduced * frees)
+        # Graphs are captured without reductions, which follow the pass.
+        reduces = units.summed and moment.what in ("sums", "end") and self.layout.cuda_graphs != "on"
         if moment.what in ("pass", "inputs", "sums"):
-            yield from self._layers(moment, parameters)
+            yield from self._pass_sizes(moment, gradients, parameters, begins_at_head, reduces)
+        elif at := self._bytes_at(moment, gradients, is_early, reduces):
+            yield Sizes(
+                at.gradients, at.logits, at.temporaries, at.buffers, parameters - at.freed, moment.kept_bytes
+            )  # fmt: skip
 
-    def _places(self, moment: MomentBytes) -> Iterator[PassBytes]:
-        """Yield the bytes at the worst places of a pass at which the activations are those of the moment."""
-        what, cost, logits = moment.what, self.costs[moment.stage], moment.logits_bytes
-        gradients = self._gradients_before(moment)
-        match what:
-            case "loss":
-                yield PassBytes(gradients, logits + cost.logits.transient, 0.0, self._gathered_ahead(moment.graded))
-            case "weights":
-                adds = self.computed_gradient_bytes < self.kept_gradient_bytes and not moment.graded
-                widths = 0.0 if self.sums_products else self.computed_gradient_bytes
-                widths += self.kept_gradient_bytes if adds else 0.0
-                yield PassBytes(gradients, logits, cost.weights * widths)
-            case "reduce":
-                if self.units.summed:
-                    yield PassBytes(gradients, logits, 0.0, *self._reduction(self.first and moment.stage == 0))
-            case "split":
-                yield PassBytes(gradients, logits, cost.split_bytes)
-            case "embedding" | "end":
-                stage_gradients = self.state["gradients"] * moment.stage_share
-                added = self.units.first.gradients if moment.is_early else stage_gradients
-                reduces = what == "end" and self._reduces_in_pass and bool(self.layout.zero)
-                yield self._embedding(
-                    gradients if moment.graded else gradients + added, logits, moment.graded,
-                    moment.stage_share if reduces else 0.0,
-                )  # fmt: skip
-            case _:
-                if self._has_head(moment):
-                    yield from self._head(gradients, logits, cost, moment.graded, self._is_final(moment))
+    def _bytes_at(self, moment: MomentBytes, gradients: float, is_early: bool, reduces: bool) -> PassBytes | None:
+        """Return the bytes at a moment with a single place. `gradients`: those that exist when it begins."""
+        what, cost, logits, graded = moment.what, self.costs[moment.stage], moment.logits_bytes, moment.graded
+        if what == "loss":
+            return PassBytes(gradients, logits + cost.logits.transient, 0.0, self._gathered_ahead(graded))
+        if what == "weights":
+            adds = self.computed_gradient_bytes < self.kept_gradient_bytes and not graded
+            width = 0.0 if self.sums_products else self.computed_gradient_bytes
+            return PassBytes(gradients, logits, cost.weights * (width + (self.kept_gradient_bytes if adds else 0.0)))
+        if what == "reduce":
+            freed = self._reduction(self.first and moment.stage == 0)
+            return PassBytes(gradients, logits, 0.0, *freed) if self.units.summed else None
+        if what == "split":
+            return PassBytes(gradients, logits, cost.split_bytes)
+        added = self.units.first.gradients if is_early else self.state["gradients"] * moment.stage_share
+        reduced_share = moment.stage_share if reduces and self.layout.zero else 0.0
+        return self._embedding(gradients if graded else gradients + added, logits, graded, reduced_share)
 
-    def _layers(self, moment: MomentBytes, parameters: float) -> Iterator[Sizes]:
-        """Yield the sizes in the layers of a pass. `parameters`: bytes of those that are not freed before it."""
-        cost, graded, units, ends = self.costs[moment.stage], moment.graded, self.units, self._has_head(moment)
-        final = self._is_final(moment)
+    def _gathered_ahead(self, graded: bool) -> float:
+        """Return the bytes of parameters that are gathered while the loss is computed."""
+        units, each_pass = self.units, self.gathers_per_pass
+        gathers = each_pass or (self.layout.zero and not graded)
+        ahead = units.block if units.tied else units.last  # a tied matrix was gathered before the blocks
+        buffers = ahead.parameters if self.layout.pp == 1 and units.summed and gathers else 0.0
+        return buffers + units.last.parameters * each_pass
+
+    def _pass_sizes(
+        self, moment: MomentBytes, gradients: float, parameters: float, begins_at_head: bool, final: bool
+    ) -> Iterator[Sizes]:
+        """Yield the sizes in a backward pass, at the head and in layers. `final`: it reduces its gradients."""
+        cost, graded, units, logits = self.costs[moment.stage], moment.graded, self.units, moment.logits_bytes
+        for at in self._head(gradients, logits, cost, graded, final) if begins_at_head else ():
+            freed = parameters - at.freed
+            yield Sizes(at.gradients, at.logits, at.temporaries, at.buffers, freed, moment.kept_bytes)
         # The gradient of a weight stays for later, or is added in place by its product.
         leaves = self.sums_products or (moment.what == "inputs" and cost.new_bytes > 0)
         temporaries = cost.inputs_bytes if leaves else cost.transient_bytes
-        gradients = self._gradients_before(moment)
-        at = self._layer(gradients, moment.logits_bytes, temporaries, cost, graded, final, ends)
+        at = self._layer(gradients, logits, temporaries, cost, graded, final, begins_at_head)
         inside = Sizes(at.gradients, at.logits, at.temporaries, at.buffers, parameters - at.freed, moment.kept_bytes)
         yield inside
         if final and self.layout.zero and not self.reduces_each:
-            yield self._reduced_layer(inside, cost, ends)
+            yield self._reduced_layer(inside, cost, begins_at_head)
         if self.gathers_per_pass and not graded:
             yield self._first_layers(cost, parameters)
         if self.layout.pp == 1 and not (graded or units.summed):
             # At the first layer gradients of all others exist, and their activations are freed.
             made_last = units.block.gradients + (0.0 if units.tied else units.first.gradients)
-            gradients = max(0.0, self.state["gradients"] * moment.stage_share - made_last)
-            yield Sizes(gradients, 0.0, temporaries, 0.0, parameters, cost.largest_kept_bytes)
-
-    def _gradients_before(self, moment: MomentBytes) -> float:
-        """Return the bytes of gradients when the pass begins, reduced ones as shards."""
-        whole, is_early = self.state["gradients"], self._has_head(moment) and moment.is_early
-        reduced = self._after_reduction(whole * moment.reduced)
-        return whole * moment.share + reduced + (self.units.last.gradients if is_early else 0.0)
-
-    def _gathered_ahead(self, graded: bool) -> float:
-        """Return the bytes of parameters that are gathered while the loss is computed."""
-        units = self.units
-        gathers = self.gathers_per_pass or (self.layout.zero and not graded)
-        ahead = units.block if units.tied else units.last  # a tied matrix was gathered before the blocks
-        buffers = ahead.parameters if self.layout.pp == 1 and units.summed and gathers else 0.0
-        return buffers + units.last.parameters * self.gathers_per_pass
-
-    def _has_head(self, moment: MomentBytes) -> bool:
-        """Return True if the pass of a moment begins at the model's head."""
-        return self.last and moment.stage == len(self.costs) - 1
-
-    def _is_final(self, moment: MomentBytes) -> bool:
-        """Return True if the pass reduces its gradients."""
-        return moment.what == "sums" and self._reduces_in_pass
-
-    @property
-    def _reduces_in_pass(self) -> bool:
-        """True if the last pass reduces gradients. Graphs are captured without reductions, which follow the pass."""
-        return self.units.summed and self.layout.cuda_graphs != "on"
+            at_first = max(0.0, self.state["gradients"] * moment.stage_share - made_last)
+            yield Sizes(at_first, 0.0, temporaries, 0.0, parameters, cost.largest_kept_bytes)
 
     def _head(
         self, before: float, logits: float, cost: MicroBatchCost, graded: bool, final: bool
@@ -535,10 +513,6 @@ class PipelineRank:
     def _freed_head(self, final: bool) -> float:
         """Return the parameters of the head that are freed after its last backward pass."""
         return self.units.last.parameters if final and self.frees_parameters and not self.units.tied else 0.0
-
-    def _after_reduction(self, gradients: float) -> float:
-        """Return what is left of a stage's gradients after their reduction."""
-        return self._shared(gradients) if self.frees_parameters else gradients
 
     def _embedding(self, gradients: float, logits: float, graded: bool, final: float) -> PassBytes:
         """Return the embedding's gradient, which is computed whole, however few of its rows are not zero.
