@@ -355,6 +355,31 @@ def test_it_fits_every_width_in_light_and_dark(opened: Browser, width: int, dark
 
 
 @in_browser
+def test_on_a_phone_the_answer_stays_in_view_below_the_controls(opened: Browser) -> None:
+    """The strip says what the verdict says, which is a screen away, and leaves with the controls."""
+    bottom = "document.querySelector('#strip').getBoundingClientRect().bottom"
+    opened.look(360, 740)
+    opened.evaluate("scrollTo(0, document.querySelector('#controls').getBoundingClientRect().top + scrollY)")
+    for knob, value in (("micro_batch", 1), ("zero", 3)):
+        turn(opened, knob, value)
+        assert opened.evaluate(bottom) == pytest.approx(740, abs=1)
+        word, size = text(opened, "#strip strong"), text(opened, "#strip b")
+        assert text(opened, "#verdict .first").startswith(f"{word} {size} of")
+    filled = (
+        "[...document.querySelectorAll('#strip i')].reduce((sum, part) => sum + part.getBoundingClientRect().width, 0)"
+    )
+    track = opened.evaluate("document.querySelector('#strip .kinds').getBoundingClientRect().width")
+    assert opened.evaluate(filled) / track == pytest.approx(
+        opened.evaluate("lead.ranks[0].total / lead.capacity"), abs=0.02
+    )
+    opened.evaluate("document.querySelector('#memory').scrollIntoView()")
+    assert opened.evaluate(bottom) <= 0
+    opened.look(1200, 900)
+    assert not opened.evaluate("document.querySelector('#strip').checkVisibility()")
+    assert opened.complaints == []
+
+
+@in_browser
 def test_where_nothing_fits_all_points_are_out_of_memory(browser: Browser, pages: dict[str, Path]) -> None:
     browser.complaints.clear()
     browser.open(pages["large"])

@@ -101,6 +101,19 @@ function showHalf(half) {
     `<ul>${sentences.map((sentence) => `<li>${escaped(sentence)}</li>`).join("")}</ul><p class="small">Change a control, or Undo.</p>`;
 }
 
+// In a few words and one bar, for a screen that has no room for controls and bars together.
+function stripOf(half) {
+  const name = isPair ? `${half.label}: ` : "";
+  if (violationsOf(half).length) return `<p>${name}<strong class="no">NOT LEGAL</strong>, see below</p>`;
+  const {ranks, state, capacity} = half, {kinds, total} = ranks[worstOf(ranks)], [mark, word] = verdictOf(half, total);
+  const {seconds} = half.before, most = Math.max(total, capacity || 0);
+  const parts = KINDS.filter((kind) => kinds[kind] > 0)
+    .map((kind) => `<i style="width:${100 * kinds[kind] / most}%;background:var(--${kind})"></i>`);
+  return `<p>${name}<strong class="${mark}">${word}</strong> <b>${gib(total)}</b>${capacity ? ` of ${gib(capacity)}` : ""}` +
+    (seconds === null ? "" : ` \u00b7 ${duration(seconds)} \u00b7 MFU ${Math.round(100 * mfuOf(half, state.recipe, seconds))} %`) +
+    `</p><div class="kinds">${parts.join("")}</div>`;
+}
+
 function drawHalf(half) {
   if (!violationsOf(half).length) {
     drawBars(half);

@@ -54,6 +54,7 @@ function showChange() {
   byId("undo").disabled = !undoStates.length;
   showControls();
   halves.forEach(showHalf);
+  byId("strip").innerHTML = halves.map(stripOf).join("");
   showDifferences();
   if (!violationsOf(movedHalves()[0]).length) followLayout();
   showSuggestions();
