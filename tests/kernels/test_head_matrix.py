@@ -16,6 +16,7 @@ from meshwright.kernels.loss import cross_entropy
 from meshwright.kernels.loss.cross_entropy import IGNORED, HeadMatrix, Vocabulary, scaled_gradient
 from meshwright.kernels.loss.linear_divergence import Divergence, TeacherHead
 from meshwright.model.transformer import build
+from meshwright.observe.profile.allocator import watching
 from meshwright.spec import ModelShape
 from meshwright.spec.memory.held import PADDED_TO, ROW_BYTES, padded_columns
 from tests.counting import Operations
@@ -241,6 +242,28 @@ def test_the_first_chunk_writes_the_gradient_of_a_head(vocab: int, rows: int, mo
     torch.testing.assert_close(loss, right_loss, rtol=1.3e-6, atol=0)
     for gradient, exact in zip(gradients, right, strict=True):
         torch.testing.assert_close(gradient, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [4096, 4097])
+@pytest.mark.parametrize("form", ["cross entropy", "log probabilities"])
+def test_the_gradients_of_a_tied_matrix_take_two_matrices(vocab: int, form: str) -> None:
+    """The head's, to which autograd adds the embedding's in place. A view would make it allocate a third."""
+    targets = targets_of(vocab)
+    weight = torch.randn(vocab, WIDTH, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+
+    def step() -> None:
+        x = torch.nn.functional.embedding(targets.clamp(min=0), weight)
+        if form == "cross entropy":
+            fast().linear_cross_entropy(x, weight, targets=targets).backward()
+        else:
+            fast().linear_log_probabilities(x, weight, targets=targets).sum().backward()
+
+    step()  # the second one adds to gradients that are there
+    with watching() as recorder:
+        step()
+    matrices = max(size for _, size in recorder.totals()) / (4 * vocab * WIDTH)
+    assert 2 <= matrices < 2.6
 
 
 def _poisoned(make: Callable[[HeadMatrix, int], torch.Tensor]) -> Callable[[HeadMatrix, int], torch.Tensor]:

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.attention import attend as attention
+from meshwright.kernels.attention import partial as partial_attention
 from meshwright.kernels.attention import varlen
 from meshwright.kernels.attention.attend import attend, backend, causal_mask
+from meshwright.kernels.attention.partial import PartialAttention, PartialGradients, Tile
 from meshwright.kernels.c import build, sequence_attention, training_rows
 from tests.kernels.exactness import FUSED_ATTENTION, assert_not_worse, assert_single, errors, plain_attention, tensors
 
@@ -90,6 +93,90 @@ def test_bf16_is_no_further_from_the_truth_than_plain_code(name: str) -> None:
     plain = partial(plain_attention, seen=seen, scale=SCALE)
     bars = [FUSED_ATTENTION] * 4
     assert_not_worse(partial(attend, mask=mask, scale=SCALE), plain, plain, inputs, bars)
+
+
+class OverOtherKeys(torch.autograd.Function):
+    """The loops over keys that are not the queries' own: query i sees those up to i + past."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
+        documents = [(slice(0, len(q)), 0, q.shape[1])]
+        out, sums = sequence_attention.attend(q, k, v, documents, window=0, scale=SCALE, past=past)
+        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.documents, ctx.past = documents, past
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        q, k, v, out, sums = ctx.saved_tensors
+        gradients = sequence_attention.gradients(
+            gradient, q, k, v, out, sums, ctx.documents, window=0, scale=SCALE, past=ctx.past
+        )
+        return *gradients, None
+
+
+PARTS = {  # queries, keys, past
+    "whole": (65, 200, 200), "whole, few keys": (200, 17, 17), "two keys": (70, 2, 2), "causal": (130, 130, 0),
+    "causal to the end": (70, 150, 80), "not all keys": (64, 200, 3), "one query": (1, 90, 40), "tiles": (128, 128, 64),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("units")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PARTS)
+def test_queries_attend_over_other_keys(name: str, dtype: torch.dtype) -> None:
+    queries, keys, past = PARTS[name]
+    inputs = tensors((2, queries, 4, 64), (2, keys, 2, 64), (2, keys, 2, 32), dtype=dtype)
+    seen = torch.arange(keys) <= torch.arange(queries)[:, None] + past
+    plain = partial(plain_attention, seen=seen, scale=SCALE)
+    run = partial(_over_other_keys, past=past)
+    if dtype == torch.float32:
+        assert_single(run, plain, inputs, bound=2e-6)
+    else:
+        assert_not_worse(run, plain, plain, inputs, [FUSED_ATTENTION] * 4)
+
+
+def _over_other_keys(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
+    out: Tensor = OverOtherKeys.apply(q, k, v, past)  # type: ignore[no-untyped-call]
+    return out
+
+
+@pytest.mark.parametrize("loops", [True, False])
+def test_parts_of_the_keys_add_up(loops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries of the second half: the first half of the keys whole, then their own, as context parallelism does."""
+    half, calls = 96, list[str]()
+    monkeypatch.setattr(partial_attention, "LEAST_PAIRS", 0 if loops else 2**62)
+    for name in ("attend", "gradients"):
+        loop = getattr(sequence_attention, name)
+        monkeypatch.setattr(
+            sequence_attention,
+            name,
+            lambda *args, name=name, loop=loop, **more: (calls.append(name), loop(*args, **more))[1],
+        )
+    q, k, v, gradient = tensors((2, half, 4, 32), (2, 2 * half, 2, 32), (2, 2 * half, 2, 16), (2, half, 4, 16))
+    queries = slice(0, half)
+    parts = [
+        (k[:, :half], v[:, :half], Tile(queries=queries, keys=queries)),
+        (k[:, half:], v[:, half:], Tile(queries=queries, keys=queries, right=0)),
+    ]
+    attention_so_far = PartialAttention(q, 16, scale=SCALE, fused=True)
+    for keys, values, tile in parts:
+        attention_so_far.add(keys.transpose(1, 2), values.transpose(1, 2), [tile])
+    out, lse = attention_so_far.result()
+    gradients = PartialGradients(q, out, lse, gradient, scale=SCALE, fused=True)
+    sums = []
+    for keys, values, tile in parts:
+        zeros = [torch.zeros_like(x.transpose(1, 2).contiguous()) for x in (keys, values)]
+        gradients.add(keys.transpose(1, 2), values.transpose(1, 2), [tile], *zeros)
+        sums.append(zeros)
+    k_gradient, v_gradient = (torch.cat(halves, 2).transpose(1, 2) for halves in zip(*sums, strict=True))
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    seen = torch.arange(2 * half) <= torch.arange(half)[:, None] + half
+    right = plain_attention(leaves[0], leaves[1], leaves[2], seen, SCALE)
+    expected = [right, *torch.autograd.grad(right, leaves, gradient.double())]
+    for x, exact in zip((out, gradients.result(), k_gradient, v_gradient), expected, strict=True):
+        torch.testing.assert_close(x.double(), exact, rtol=1e-4, atol=1e-5)
+    assert calls == (["attend"] * 2 + ["gradients"] * 2 if loops else [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

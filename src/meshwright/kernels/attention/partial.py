@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
+from meshwright.kernels.c import sequence_attention, training_rows
 from meshwright.kernels.chooser import device_kind, simulated_kind, uses_triton
 from meshwright.kernels.linear.linear import needs_wide
 from meshwright.kernels.norm.dropout import AttentionDropout, keep_mask
@@ -27,6 +28,8 @@ COLUMNS = 2048
 """Keys of a tile of the plain form: bounds its memory. From 256 to all keys the time is equal within noise."""
 WIDEST = 256
 """Widest head that fused GPU kernels take."""
+LEAST_PAIRS = 256 * 256
+"""Queries times keys of a tile from which on the compiled loops pay, as in kernels/attention/attend.py."""
 LOWEST = -1e30
 """Maximum of a row that sees nothing.
 
@@ -61,6 +64,11 @@ class Tile:
     def is_whole(self) -> bool:
         """True where all queries see all keys."""
         return self.left < 0 and self.right < 0
+
+    @property
+    def past(self) -> int:
+        """Number of keys beyond its own position that the first query sees, of a causal or a whole tile."""
+        return 0 if self.is_causal else self.keys.stop - self.keys.start
 
     def bias(self, like: Tensor) -> Tensor | None:
         """Return (S, T) in the dtype of `like`, -inf where hidden. None where a kernel needs no mask."""
@@ -215,6 +223,10 @@ class PartialGradients:
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
     """Return result (B, H, S, E) and log-sum-exp (B, H, S) of the fused kernel. A GPU's takes borders as numbers."""
+    if _loops_take(q, k, v, tile):
+        rows, (q, k, v) = _rows(q), _position_first(q, k, v)
+        out, lse = sequence_attention.attend(q, k, v, rows, window=0, scale=scale, past=tile.past)
+        return out.transpose(1, 2), lse
     if device_kind(q) != "cpu" and not (tile.is_whole or tile.is_causal):
         return compat.banded_attention(q, k, v, left=tile.left, right=tile.right, scale=scale)
     return compat.flash_attention(q, k, v, mask=tile.bias(q), causal=tile.is_causal, scale=scale, device=device_kind(q))
@@ -225,11 +237,37 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, by the same kernel."""
     tensors = gradient, q, k, v, out, lse
+    if _loops_take(q, k, v, tile):
+        rows, (gradient, q, k, v, out) = _rows(q), _position_first(gradient, q, k, v, out)
+        gradients = sequence_attention.gradients(
+            gradient, q, k, v, out, lse, rows, window=0, scale=scale, past=tile.past
+        )
+        of_q, of_k, of_v = _position_first(*gradients)
+        return of_q, of_k, of_v
     if device_kind(q) != "cpu" and not (tile.is_whole or tile.is_causal):
         return compat.banded_attention_backward(*tensors, left=tile.left, right=tile.right, scale=scale)
     return compat.flash_attention_backward(
         *tensors, mask=tile.bias(q), causal=tile.is_causal, scale=scale, device=device_kind(q)
     )
+
+
+def _loops_take(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> bool:
+    """Return whether the compiled loops attend a tile: half to a third of the time of torch's kernel on a CPU."""
+    if device_kind(q) != "cpu" or not (tile.is_whole or tile.is_causal) or q.shape[2] * k.shape[2] < LEAST_PAIRS:
+        return False
+    q, k, v = _position_first(q, k, v)
+    # The library is asked last: the first answer on a machine starts the C compiler.
+    return sequence_attention.takes_parts(q, k, v) and training_rows.is_compiled()
+
+
+def _position_first(*tensors: Tensor) -> list[Tensor]:
+    """Swap heads and positions, as the loops take them."""
+    return [x.transpose(1, 2) for x in tensors]
+
+
+def _rows(q: Tensor) -> sequence_attention.Documents:
+    """Return one document for all rows of q (B, H, S, E)."""
+    return [(slice(0, len(q)), 0, q.shape[2])]
 
 
 def _queries(q: Tensor, value_width: int, scale: float, fused: bool) -> Tensor:

@@ -27,7 +27,9 @@ typedef struct {
     int64_t row, position, head, narrow;
 } Strided;
 
-/* documents (N, 3): row, first position, and the position behind the last. sums (B, H, S): log-sum-exp of the scores.
+/* documents (N, 3): row, first position, and the position behind the last. `keys`: number of keys of each row, where a row
+   is one document over other keys than its own; 0 = keys are those of the document. Query i then sees the keys up to
+   i + `past`, and there is no window. sums (B, H, S): log-sum-exp of the scores.
    `parts`: number of parts into which the query heads of a key head are cut; k_gradient and v_gradient have `parts`
    times K heads, which the caller adds up. `scratch`: `scratch_floats` words for each thread. `pairs`: 1 if products of
    bf16 may be those of pairs. */
@@ -35,7 +37,7 @@ typedef struct {
     Strided q, k, v, out, gradient, q_gradient, k_gradient, v_gradient;
     float *sums, *scratch;
     const int64_t *documents;
-    int64_t count, length, heads, key_heads, width, value_width, window, parts, threads, scratch_floats, pairs;
+    int64_t count, length, keys, past, heads, key_heads, width, value_width, window, parts, threads, scratch_floats, pairs;
     float scale;
 } Sequences;
 
@@ -218,7 +220,7 @@ static inline __attribute__((always_inline)) void attend_tile(const Sequences *s
                                                               float *scratch, const int pair) {
     const int64_t E = s->width, V = s->value_width, inner = E / pair, group = s->heads / s->key_heads;
     const int64_t end = smaller_of(start + TILE, d.end), query_count = end - start, padded = up_to_16(query_count),
-        vectors = padded / 16;
+        vectors = padded / 16, end_key = s->keys ? smaller_of(end + s->past, s->keys) : end;
     float *q = scratch, *keys = q + group * TILE * E, *values = keys + TILE * E, *weights = values + TILE * V;
     float *out = weights + TILE * TILE, *rows_read = out + group * TILE * V;
     lanes peak[group][4], total[group][4];
@@ -229,13 +231,14 @@ static inline __attribute__((always_inline)) void attend_tile(const Sequences *s
         for (int64_t p = 0; p < 4; p++) peak[g][p] = (lanes){0} - INFINITY, total[g][p] = (lanes){0};
     }
     const int64_t first_visible = s->window ? larger_of(d.begin, start - s->window + 1) : d.begin;
-    for (int64_t first_key = d.begin + (first_visible - d.begin) / TILE * TILE; first_key < end; first_key += TILE) {
-        const int64_t key_count = smaller_of(first_key + TILE, end) - first_key;
+    for (int64_t first_key = d.begin + (first_visible - d.begin) / TILE * TILE; first_key < end_key;
+         first_key += TILE) {
+        const int64_t key_count = smaller_of(first_key + TILE, end_key) - first_key;
         const int64_t steps = (key_count + pair - 1) / pair;
         read_words(&s->k, d.row, first_key, key_head, key_count, key_count, E, keys, pair);
         read_words(&s->v, d.row, first_key, key_head, key_count, steps * pair, V, pair == 2 ? rows_read : values, pair);
         if (pair == 2) pair_rows(rows_read, steps * 2, V, values);
-        const int all_visible = first_key + TILE <= start + 1 && (!s->window || first_key > end - 1 - s->window);
+        const int all_visible = first_key + TILE <= start + s->past + 1 && (!s->window || first_key > end - 1 - s->window);
         for (int64_t g = 0; g < group; g++) {
             product(keys, inner, 1, q + g * TILE * E, padded, weights, padded, key_count, inner, padded, &s->scale,
                     pair);
@@ -243,7 +246,7 @@ static inline __attribute__((always_inline)) void attend_tile(const Sequences *s
                 float *scores = weights + 16 * p;
                 lanes largest = peak[g][p];
                 /* relative to the first key: fp32 holds every position of a tile, but not every position of a text */
-                const lanes query = LANE_NUMBERS + (float)(start + 16 * p - first_key);
+                const lanes query = LANE_NUMBERS + (float)(start + s->past + 16 * p - first_key);
                 if (!all_visible)
                     for (int64_t t = 0; t < key_count; t++) {
                         lanes *x = (lanes *)(scores + t * padded);
@@ -330,7 +333,7 @@ static inline __attribute__((always_inline)) void document_gradients(const Seque
                                                                      int64_t head_part, float *scratch,
                                                                const int pair) {
     const int64_t E = s->width, V = s->value_width, group = s->heads / s->key_heads / s->parts;
-    const int64_t key_head = head_part / s->parts, length = d.end - d.begin;
+    const int64_t key_head = head_part / s->parts, length = d.end - d.begin, key_length = s->keys ? s->keys : length;
     float *keys = scratch, *keys_transposed = keys + TILE * E, *values = keys_transposed + TILE * E;
     float *values_transposed = values + TILE * V, *q = values_transposed + TILE * V, *gradient = q + TILE * E;
     float *weights = gradient + TILE * V, *score_gradients = weights + TILE * TILE,
@@ -354,8 +357,8 @@ static inline __attribute__((always_inline)) void document_gradients(const Seque
             }
         }
     memset(q_gradients, 0, group * length * E * sizeof(float));
-    for (int64_t first_key = 0; first_key < length; first_key += TILE) {
-        const int64_t key_count = smaller_of(TILE, length - first_key), padded = up_to_16(key_count);
+    for (int64_t first_key = 0; first_key < key_length; first_key += TILE) {
+        const int64_t key_count = smaller_of(TILE, key_length - first_key), padded = up_to_16(key_count);
         read_words(&s->k, d.row, d.begin + first_key, key_head, key_count, padded, E, key_rows, pair);
         read_words(&s->v, d.row, d.begin + first_key, key_head, key_count, padded, V, value_rows, pair);
         transpose(key_rows, E / pair, padded, E / pair, keys_transposed, padded);
@@ -367,7 +370,8 @@ static inline __attribute__((always_inline)) void document_gradients(const Seque
         for (int64_t g = 0; g < group; g++) {
             const int64_t head = head_part * group + g;
             const float *sums = s->sums + (d.row * s->heads + head) * s->length + d.begin;
-            for (int64_t start = first_key; start < end_query; start += TILE) {
+            const int64_t first_query = larger_of(0, first_key - s->past) / TILE * TILE;
+            for (int64_t start = first_query; start < end_query; start += TILE) {
                 const int64_t query_count = smaller_of(TILE, length - start);
                 const int64_t steps = (query_count + pair - 1) / pair;
                 read_words(&s->q, d.row, d.begin + start, head, query_count, steps * pair, E, q, pair);
@@ -378,7 +382,7 @@ static inline __attribute__((always_inline)) void document_gradients(const Seque
                         &s->scale, pair);
                 product(gradient, V / pair, 1, values_transposed, padded, score_gradients, padded, query_count,
                         V / pair, padded, &UNSCALED, pair);
-                const int all_visible = start > first_key && key_count == TILE &&
+                const int all_visible = start + s->past + 1 >= first_key + TILE && key_count == TILE &&
                                         (!s->window || first_key > start + query_count - 1 - s->window);
                 for (int64_t r = 0; r < query_count; r += pair)
                     for (int64_t p = 0; p < padded; p += 16) {
@@ -388,7 +392,7 @@ static inline __attribute__((always_inline)) void document_gradients(const Seque
                             lanes probability = exponentials(x - sums[start + i]);
                             if (!all_visible) {
                                 const lanes key = LANE_NUMBERS + (float)(first_key + p),
-                                    query = (lanes){0} + (float)(start + i);
+                                    query = (lanes){0} + (float)smaller_of(start + s->past + i, key_length - 1);
                                 const whole_lanes hidden =
                                     s->window ? (key > query) | (key <= query - (float)s->window) : key > query;
                                 probability = select_lanes(hidden, (lanes){0}, probability);

@@ -25,16 +25,25 @@ def takes_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
     Also checks that the three fit each other: C would read past the end, where torch repeats a row or refuses.
     """
-    fit = k.shape == (*q.shape[:2], k.shape[2], q.shape[3]) and v.shape[:3] == k.shape[:3]
+    return k.shape[1] == q.shape[1] and takes_parts(q, k, v)
+
+
+def takes_parts(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return the same for queries (B, S, H, E) over T other keys: k (B, T, K, E) and v (B, T, K, V)."""
+    fit = k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3] and v.shape[:3] == k.shape[:3]
     has_type = q.dtype in DTYPES and q.dtype == k.dtype == v.dtype and q.shape[2] % k.shape[2] == 0
     fit = fit and has_type and compat.lies_in_memory(q, k, v)
     return fit and all(x.shape[3] % VECTOR == 0 and x.shape[3] <= WIDEST for x in (q, v))
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, window: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, window: int, scale: float, past: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend q (B, S, H, E) over k (B, S, K, E) and v (B, S, K, V): (B, S, H, V), and log-sum-exp (B, H, S) fp32."""
+    """Attend q (B, S, H, E) over k (B, S, K, E) and v (B, S, K, V): (B, S, H, V), and log-sum-exp (B, H, S) fp32.
+
+    With `past`, k and v are T other keys: query i sees those up to i + past. `documents` are then whole rows, and there
+    is no window.
+    """
     q, k, v = map(_side_by_side, (q, k, v))
     out = q.new_empty(*q.shape[:3], v.shape[3])
     sums = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
@@ -47,7 +56,7 @@ def attend(
         tensors = {"q": q, "k": k, "v": v, "out": out, "gradient": out}
         spans = _document_list(documents)
         fields = _fields(
-            tensors, sums, scratch, spans, window=window, scale=scale, parts=1, threads=threads,
+            tensors, sums, scratch, spans, past, window=window, scale=scale, parts=1, threads=threads,
             scratch_floats=scratch_floats,
         )  # fmt: skip
         if library().attend_sequences(ctypes.byref(fields)):
@@ -57,7 +66,7 @@ def attend(
 
 def gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, documents: Documents, *, window: int,
-    scale: float,
+    scale: float, past: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v from that of the result (B, S, H, V), the result and its log-sum-exp.
 
@@ -80,7 +89,7 @@ def gradients(
         }  # fmt: skip
         spans = _document_list(documents)
         fields = _fields(
-            tensors, sums, scratch, spans, window=window, scale=scale, parts=parts, threads=threads,
+            tensors, sums, scratch, spans, past, window=window, scale=scale, parts=parts, threads=threads,
             scratch_floats=scratch_floats,
         )  # fmt: skip
         library().sequences_gradients(ctypes.byref(fields))
@@ -120,7 +129,7 @@ def _document_list(documents: Documents) -> Tensor:
 
 
 def _fields(
-    tensors: dict[str, Tensor], sums: Tensor, scratch: Tensor, spans: Tensor, **fields: float
+    tensors: dict[str, Tensor], sums: Tensor, scratch: Tensor, spans: Tensor, past: int | None, **fields: float
 ) -> ctypes.Structure:
     """Return the struct Sequences of tensors (B, S, heads, width) with contiguous rows. It keeps none of them alive."""
     q, k, v = (tensors[name] for name in "qkv")
@@ -132,6 +141,7 @@ def _fields(
     }
     return structure("Sequences")(
         **strided, sums=sums.data_ptr(), scratch=scratch.data_ptr(), documents=spans.data_ptr(), count=len(spans),
-        length=q.shape[1], heads=q.shape[2], key_heads=k.shape[2], width=q.shape[3], value_width=v.shape[3],
+        length=q.shape[1], keys=0 if past is None else k.shape[1], past=past or 0, heads=q.shape[2],
+        key_heads=k.shape[2], width=q.shape[3], value_width=v.shape[3],
         pairs=compat.cpu_multiplies(q.dtype), **fields,
     )  # fmt: skip

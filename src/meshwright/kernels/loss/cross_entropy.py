@@ -113,7 +113,9 @@ class HeadMatrix:
         `rows`: rows of x. Without any it is zeros.
         """
         make = self.weight.new_empty if rows else self.weight.new_zeros
-        return make(self.width, self.weight.shape[1], dtype=torch.float32)[: len(self.weight)]
+        gradient = make(self.width, self.weight.shape[1], dtype=torch.float32)
+        # No view: into those autograd adds nothing in place, and a tied embedding's gradient would take a third matrix.
+        return gradient.resize_(self.weight.shape) if self.is_padded else gradient
 
     def add_gradient(self, total: Tensor, gradients: Tensor, x: Tensor, *, first: bool) -> None:
         """Add gradients^T x to total, with `padded_gradients` and x (R, D). The `first` chunk overwrites total."""

@@ -146,9 +146,11 @@ function unitsOf(data, layout, table) {
   const cut = apart ? data.memory.pieces[`${layout.tp},${layout.ep}`].routed.filter(
     ([shape, expert, , , trained]) => expert && trained && shardedDim(shape, expertRanks)) : [];
   const block = unit(widest, false, false), experts = unit(apart ? widest : [], false, false, true);
+  const last = unit([], tied, true);
+  if (table.parameter_bytes === 4) last.made = 0; // the loss has the head's gradient in fp32, so no rounded copy is made
   return {
     first: unit([], true, tied), block,
-    last: unit([], tied, true), ends: unit([], true, true), summed: degreeOfData(layout) * layout.cp > 1, tied,
+    last, ends: unit([], true, true), summed: degreeOfData(layout) * layout.cp > 1, tied,
     experts, dense: Object.fromEntries(Object.entries(block).map(([size, n]) => [size, n - experts[size]])),
     alone: apart && expertRanks === 1,
     stack: Math.max(0, ...cut.map(([shape]) => numel(shape))) * table.parameter_bytes,

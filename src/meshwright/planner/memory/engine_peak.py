@@ -167,11 +167,14 @@ def gather_units(shape: ModelShape, layout: Layout, width: float, gradient: floa
     # Experts spread over ranks are sharded over fewer ranks than the rest of their block.
     apart = layout.ep > 1 and shape.is_moe_layer(layer)
     block = unit(counts(shape, layout, (layer,), first=False, last=False))
+    last = unit(counts(shape, layout, (), first=tied, last=True))
+    if width == 4:  # the loss has the head's gradient in fp32, so no rounded copy is made
+        last = last._replace(made=0.0)
     experts = unit(expert_counts(shape, layout, layer)) if apart else NO_UNIT
     return GatherUnits(
         first=unit(counts(shape, layout, (), first=True, last=tied)),
         block=block,
-        last=unit(counts(shape, layout, (), first=tied, last=True)),
+        last=last,
         summed=layout.sums_gradients,
         tied=tied,
         dense=GatherUnit(*map(sub, block, experts)),
