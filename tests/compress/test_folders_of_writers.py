@@ -172,7 +172,7 @@ def test_gptq_with_desc_act_under_autogptqs_names(shape: str, tmp_path: Path) ->
     same_numbers(tmp_path, SHAPES[shape], coded, lambda parts: by_autogptq(parts, 4))
     with pytest.raises(HubError, match=r"holds codes, by 'gptq', and numbers are needed: take the folder"):
         mw.quantize(tmp_path / "theirs", "int8", tmp_path / "again", quality=False)
-    with pytest.raises(HubError, match=r"inputs in another order .GPTQ's desc_act., beside which no adapter"):
+    with pytest.raises(HubError, match=r"inputs in another order .GPTQ's desc_act., on which no adapter"):
         open_base(tmp_path / "theirs")
 
 

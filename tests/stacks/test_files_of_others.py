@@ -193,7 +193,7 @@ def test_deepspeed_chat_trains_in_fp16_unless_told(tmp_path: Path) -> None:
     assert (plan.model.name, plan.layout.zero, plan.recipe.precision, plan.recipe.sequence) == (
         "llama-2-7b", 3, "fp16", 512
     )  # fmt: skip
-    with pytest.raises(PlanError, match="lora_dim=128 trains adapters, and embeddings and norms whole beside them"):
+    with pytest.raises(PlanError, match="lora_dim=128 trains adapters, and embeddings and norms whole as well"):
         read(str(write(tmp_path, "b.sh", CHAT.replace("--deepspeed", "--deepspeed --lora_dim 128"))))
 
 

@@ -398,7 +398,7 @@ def test_what_matters_and_is_not_counted_is_named(tmp_path: Path) -> None:
     beside = EIGHT.replace("[activation", "enable_async_tensor_parallel = true\n[activation")
     actual = read(str(write(tmp_path, "a.toml", beside)))
     assert actual.uncounted == (
-        "parallelism.enable_async_tensor_parallel=true runs exchanges of tensor parallelism beside products, which is "
+        "parallelism.enable_async_tensor_parallel=true overlaps exchanges of tensor parallelism with products, which is "
         "faster: not counted.",
     )
     assert read(str(write(tmp_path, "a.toml", EIGHT))).uncounted == ()

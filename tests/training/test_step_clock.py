@@ -120,9 +120,9 @@ def test_the_last_line_says_rates_with_and_without_what_compiled() -> None:
     apart = {"starting_steps": 3, "starting_seconds": 82.0, "steady_tokens_per_second": 61_700.0}
     line = fields.closing(Summary(**run, **ended, **apart, paused_seconds=12.0), "NVIDIA H200")
     assert "in 2 min 28 s of steps, 27.7K tokens/s (61.7K without 3 steps that compiled, 1 min 22 s)" in line
-    assert "12 s of evaluation, samples and checkpoints beside" in line
+    assert "12 s more for evaluation, samples and checkpoints" in line
     single = fields.closing(Summary(**run, **ended, **apart | {"starting_steps": 1}), "NVIDIA H200")
-    assert "(61.7K without the first step, 1 min 22 s)" in single and "beside" not in single
+    assert "(61.7K without the first step, 1 min 22 s)" in single and " more for " not in single
     assert "without" not in fields.closing(Summary(**run, **ended), "NVIDIA H200"), "a run of one step"
 
 

@@ -77,7 +77,7 @@ def fsdp_post_backward(modules: list[Any]) -> None:
 
 @contextmanager
 def joined_streams(device: torch.device) -> Iterator[None]:
-    """Run what the current stream is given inside beside nothing that the default stream computes.
+    """Run what the current stream is given inside only while the default stream computes nothing.
 
     fully_shard starts its collectives on streams of its own.
     """

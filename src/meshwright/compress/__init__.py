@@ -9,6 +9,6 @@
     distill_student      a student with a subset of its teacher's layers
     distill_sequences    a file of a teacher's answers
 
-Methods without data are in kernels/quantized/quantize.py. Add a method that needs the activations of each matrix beside
-`gptq`; it receives what `layer_inputs.Inputs` gathers. Add a file format to the table in `formats/quantized`.
+Methods without data are in kernels/quantized/quantize.py. Add a method that needs the activations of each matrix next
+to `gptq`; it receives what `layer_inputs.Inputs` gathers. Add a file format to the table in `formats/quantized`.
 """

@@ -1,6 +1,6 @@
 """Calibrated quantization of a model: block after block, with one block and its inputs in memory.
 
-Finished blocks are stored in a folder beside the output. After a kill, the next run loads them, applies them to the
+Finished blocks are stored in a folder next to the output. After a kill, the next run loads them, applies them to the
 text and continues with the first missing block. Its output is identical to the bit.
 
     .OUT.blocks/00003/model.safetensors    parameters of block 3; matrices as NAME.codes and NAME.scales
@@ -159,7 +159,7 @@ def check_text(model: QuantizedModel, batches: Sequence[Batch]) -> None:
     if tokens < inputs:
         raise DataError(
             f"the calibration text is too short: it has {tokens} tokens, and {widest} has {inputs} inputs. "
-            f"Raise {argument('calibration')}, give {argument('data')} {inputs} tokens beside those that are "
+            f"Raise {argument('calibration')}, give {argument('data')} {inputs} tokens in addition to those that are "
             "scored, or take a scheme without text: int4-hqq"
         )
 
@@ -175,7 +175,7 @@ def calibrate(
     """Quantize every block.
 
     Args:
-        out: Output folder, beside which finished blocks are stored.
+        out: Output folder. Finished blocks are stored next to it.
         dtype: Dtype of the activations.
         done: Called with (block, blocks) after each block.
 

@@ -109,7 +109,7 @@ def outlier_columns(peaks: Mapping[str, Tensor], threshold: float) -> dict[str, 
 
 
 Wanted = Literal["products", "sample"]
-"""Statistics gathered beside magnitudes and peaks."""
+"""Statistics gathered in addition to magnitudes and peaks."""
 SAMPLE, BATCH_SAMPLE = 256, 32
 """Most sampled rows in total, and approximate number per batch."""
 PRODUCTS_BYTES = 2 * 2**30

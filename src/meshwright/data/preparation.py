@@ -110,7 +110,7 @@ def _choose_tokenizer(data: Data, root: Path) -> str:
 
 
 def _tokenizer_of_stores(stored: list[str], sources: list[Source]) -> str:
-    """Return `auto` for stores alone, each of which has its own. Raises DataError if texts beside them name none."""
+    """Return `auto` for stores alone: each has its own. Raises DataError if texts given with them name none."""
     if sources:
         raise DataError(
             f"a mixture has one tokenizer: name that of {stored[0]} with data.tokenizer, or prepare every source"

@@ -129,7 +129,7 @@ AskedFramework = Annotated[
 ]  # fmt: skip
 AskedAdapters = Annotated[
     int | None,
-    typer.Option("--adapters", metavar="INT", help="With --serve: LoRA adapters beside the model. [default: 0]"),
+    typer.Option("--adapters", metavar="INT", help="With --serve: LoRA adapters on top of the model. [default: 0]"),
 ]
 AskedAdapterRank = Annotated[
     int | None, typer.Option("--adapter-rank", metavar="INT", help="With --adapters: rank of each. [default: 16]")

@@ -81,7 +81,7 @@ RULES = {
     "narrow_adamw": Rule(True, "moments are read, updated and rounded in one pass"),
     "packed_product": Rule(True, "codes become numbers inside of the product: few rows wait for memory alone", NARROW),
     "int8_product": Rule(True, "rows are rounded in one kernel; scales and outliers are applied behind the sum"),
-    "narrow": Rule(True, "rows and columns are rounded to 8 bits with no copy beside them"),
+    "narrow": Rule(True, "rows and columns are rounded to 8 bits without a further copy"),
     "restore": Rule(True, "4-bit codes are read once and the matrix written once"),
     "layer_norm": Rule(False, "torch's own is one kernel a pass already"),
     "gelu": Rule(False, "torch's own is one kernel a pass already"),

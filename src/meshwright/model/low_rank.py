@@ -1,4 +1,4 @@
-"""Low-rank adapters beside frozen matrices: LoRA (arXiv:2106.09685), rsLoRA, DoRA (arXiv:2402.09353).
+"""Low-rank adapters on frozen matrices: LoRA (arXiv:2106.09685), rsLoRA, DoRA (arXiv:2402.09353).
 
     LoRA    y = x W^T + s (x A^T) B^T
     DoRA    y = m / |W + s B A| * (x W^T + s (x A^T) B^T)        m (out,) trained; the norm, of rows, as a constant
@@ -28,7 +28,7 @@ TINY = 2.0**-100
 
 
 class LoRA(nn.Module):
-    """Weight W with a low-rank sum beside it. Its parameters have the sizes of a whole layer."""
+    """Weight W with a low-rank sum added to it. Its parameters have the sizes of a whole layer."""
 
     def __init__(self, lora: LoRAShape, size_in: int, size_out: int) -> None:
         super().__init__()

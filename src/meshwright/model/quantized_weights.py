@@ -1,7 +1,7 @@
 """Matrices of a model that are codes and scales.
 
-A `Linear` with `quantized` has no weight, and a stack of experts `up` is None beside `up_quantized`. Adapters, biases
-and code around the layer are unchanged. The tensors are buffers, which nothing trains, or views of one frozen
+A `Linear` with `quantized` has no weight, and a stack of experts has `up_quantized` while `up` is None. Adapters,
+biases and code around the layer are unchanged. The tensors are buffers, which nothing trains, or views of one frozen
 parameter, which is sharded as other parameters are.
 """
 
@@ -62,7 +62,7 @@ class QuantizedWeight(nn.Module):
             self.register_buffer(name, torch.empty(dims, dtype=getattr(torch, kind), device=self.codes.device))
 
     def put_into_run(self, dtype: torch.dtype) -> None:
-        """Replace the tensors by one frozen parameter, without memory yet, of the dtype of those beside it."""
+        """Replace the tensors by one frozen parameter, without memory yet, of the dtype of the other parameters."""
         size = lines(self.held.values()), LINE_BYTES // dtype.itemsize
         self.run = nn.Parameter(torch.empty(size, dtype=dtype, device=self.codes.device), requires_grad=False)
         for name in self.held:
@@ -142,7 +142,7 @@ def quantized_name(name: str) -> str:
 
 
 def frozen_schemes(shape: ModelShape) -> dict[str, Scheme]:
-    """Return the scheme of each frozen matrix that is held as codes beside adapters."""
+    """Return the scheme of each frozen matrix that is held as codes under adapters."""
     scheme = None if shape.lora is None else shape.lora.scheme
     return {parameter.name: scheme for parameter in parameters(shape) if scheme is not None and parameter.scheme}
 

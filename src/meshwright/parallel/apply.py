@@ -81,7 +81,7 @@ def build_engine(
         trains: False = all parameters are frozen.
 
     Raises:
-        IllegalLayout: One rank has both ends of a tied head, and data-parallel ranks beside it.
+        IllegalLayout: One rank has both ends of a tied head, and data parallelism as well.
     """
     if shares_tied_ends(shape, layout):  # a plan refuses it too; unchecked, it would silently train wrong
         raise IllegalLayout(f"layout.schedule={layout.schedule} with a tied head cannot have data parallelism")

@@ -126,7 +126,7 @@ class Engine:
             self.pipeline.run(passes)
             return
         if self.graphs is not None:
-            assert after is None, "a plan refuses recipe.noise_scale_every beside layout.cuda_graphs"
+            assert after is None, "a plan refuses recipe.noise_scale_every together with layout.cuda_graphs"
             self.graphs.run(cast(Sequence[Capturable], passes))
         else:
             for index, micro_pass in enumerate(passes):

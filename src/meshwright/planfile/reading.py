@@ -50,7 +50,7 @@ class FolderModel:
     codes: str = ""
     """Quantization of the matrices as a value of `model.lora.base`. Empty = plain numbers."""
     refusal: MeshwrightError | None = None
-    """Why no adapter can be trained beside codes that `model.lora.base` cannot name. None = one can."""
+    """Why no adapter can be trained on codes that `model.lora.base` cannot name. None = one can."""
 
 
 ReadFolder = Callable[[Path], FolderModel]
@@ -60,7 +60,7 @@ def _fields_of_folder(folder: FolderModel, fields: Mapping[str, Any], section: s
     """Return the fields of the model or teacher in a folder `name` whose weights are used. `fields` are set on top.
 
     Codes are used as they are; those of a teacher without a name in `model.lora.base` are restored to numbers. Raises
-    PlanError if nothing can be trained beside the codes, or the plan asks for other ones.
+    PlanError if nothing can be trained on the codes, or the plan asks for other ones.
     """
     shape = asdict(folder.shape)
     if section == "model" and folder.refusal is not None:

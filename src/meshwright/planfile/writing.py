@@ -51,7 +51,7 @@ def write(plan: Plan, path: Path | str, *, open_warmup: bool = False, another: s
     """
     path = Path(path)
     text = content(plan, path.parent, open_warmup=open_warmup)
-    # Beside the target, so that the rename stays within one file system.
+    # Next to the target, so that the rename stays within one file system.
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with fresh.open("w", encoding="utf-8") as file:
@@ -141,7 +141,7 @@ def _yaml(value: Any) -> str:
 
 
 def _line(start: str, about: str) -> list[str]:
-    """Return `key: value` with its comment beside it, wrapped where it is long."""
+    """Return `key: value` with its comment next to it, wrapped where it is long."""
     column = max(COMMENT_COLUMN, len(start) + 2)
     wrapped = textwrap.wrap(about, WIDTH - column - 2)
     return [f"{start if i == 0 else '':<{column}}# {text}" for i, text in enumerate(wrapped)] or [start]

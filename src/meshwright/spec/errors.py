@@ -26,7 +26,7 @@ from os import PathLike, fspath
 from typing import Self
 
 UNSET = object()
-"""No value beside the name of an argument."""
+"""No value after the name of an argument."""
 START, BETWEEN, END = "\x02", "\x1f", "\x03"
 """Marks around an argument in a message. Control characters: text of users cannot hold them, see `printable`."""
 Writer = Callable[[str, str, str], str]

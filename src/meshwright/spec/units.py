@@ -26,7 +26,7 @@ def text_size(num_bytes: float) -> str:
 
 def step_time(seconds: float) -> str:
     """Format seconds of a step with four digits, to tell layouts apart that differ by a tenth of a percent."""
-    # From here on three digits, as of the range beside it, would round up to 1000 ms.
+    # From here on three digits, as of the range next to it, would round up to 1000 ms.
     if seconds < 0.9995:
         # "#" keeps trailing zeros.
         return f"{1e3 * seconds:#.4g} ms"
@@ -52,7 +52,7 @@ def duration(seconds: float) -> str:
         return f"{seconds * 1e3:.1f} ms"
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    # rounded before it is split, or 59.7 s would end as 60 s beside the minutes
+    # rounded before it is split, or 59.7 s would end as 60 s after the minutes
     whole = round(seconds)
     minutes, secs = divmod(whole, 60)
     hours, mins = divmod(minutes, 60)

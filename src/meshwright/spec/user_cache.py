@@ -55,7 +55,7 @@ def lock(folder: Path) -> Iterator[bool]:
     Without locks several processes may create it, and the last one's result remains.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # the lock lies beside the folder, which need not exist yet
+    # the lock is next to the folder, which need not exist yet
     with folder.with_name(f".{folder.name}.lock").open("w") as file:
         locked = False
         with contextlib.suppress(ImportError, OSError):

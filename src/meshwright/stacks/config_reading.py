@@ -94,7 +94,7 @@ class NamedModel:
 
 
 def example(path: Path) -> str:
-    """Return a command that passes a known model beside the file."""
+    """Return a command that passes a known model in addition to the file."""
     return f"meshwright plan llama-3.1-8b --from {path.name}"
 
 
@@ -201,7 +201,7 @@ def _launches(path: Path, word: str) -> bool:
 
 
 def _nodes_of(path: Path) -> int | None:
-    """Return the number of nodes in the launch script beside the files. Files of several trainers lack it."""
+    """Return the number of nodes in the launch script next to the files. Files of several trainers lack it."""
     line = re.search(r"^NNODES=(\d{1,6})$", _launch_text(path), re.MULTILINE)
     return int(line[1]) if line else None
 
@@ -300,7 +300,7 @@ def _read(
 
 @dataclass(slots=True)
 class FileNotes:
-    """Notes on files, gathered beside their facts."""
+    """Notes on files, gathered along with their facts."""
 
     ignored: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)

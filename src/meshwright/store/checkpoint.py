@@ -131,7 +131,7 @@ def save(
     are removed: they belong to training that was abandoned by resuming from an earlier step. With `sharing`, it is
     `folder/.parts-step-NNNNNN` on each machine, and the two newest of these remain.
 
-    Needs disk space for the new checkpoint beside all retained ones, and no memory beyond the tensors.
+    Needs disk space for the new checkpoint in addition to all retained ones, and no memory beyond the tensors.
 
     Args:
         values: JSON state; rank 0's is written.
@@ -269,7 +269,7 @@ def load(
     sides have them. The files are read twice: once for hashes, once for tensors.
 
     Args:
-        subset: The checkpoint may hold further tensors, such as the optimizer beside a model.
+        subset: The checkpoint may hold further tensors, such as the optimizer in addition to a model.
         verified: `verify` was called already, so the hashes are not read again.
 
     Raises:
@@ -288,7 +288,7 @@ def load(
 
 
 def read_values(checkpoint: Path) -> dict[str, Any]:
-    """Read and verify the values saved beside the tensors. No tensor is read. Raises CheckpointError."""
+    """Read and verify the values saved next to the tensors. No tensor is read. Raises CheckpointError."""
     commit = checkpoint_folder.read_commit(checkpoint)
     # Tensors are not read, so their files need no hash.
     checkpoint_folder.check_hashes(checkpoint, [file for file in commit.files if file.name == STATE])

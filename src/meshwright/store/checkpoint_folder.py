@@ -316,7 +316,7 @@ def remove_surplus(folder: Path, step: int, keep_last: int, uploading: int | Non
     `uploading`: step of a checkpoint that is on its way to a store, and remains until the next call.
     """
     sound = [saved for saved in list_checkpoints(folder) if not saved.problem]
-    # The best one is kept beside the newest, and none of an abandoned future.
+    # The best one is kept in addition to the newest, and none of an abandoned future.
     current = [saved for saved in sound if saved.step <= step]
     retained = [*current[-max(1, keep_last) :], _best(current)]
     _remove(saved.path for saved in sound if saved not in retained and saved.step != uploading)

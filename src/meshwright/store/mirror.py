@@ -55,11 +55,11 @@ sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from meshwright.store.mirror import serve_uploads
 serve_uploads(*sys.argv[1:])
 """
-"""Program of the process beside a rank. It has the same package as here, whatever the current folder holds."""
+"""Program of the process next to a rank. It has the same package as here, whatever the current folder holds."""
 RECORDS = frozenset({"plan.yaml", "metrics.jsonl"})
 """Files without which a run cannot go on."""
 NOT_MIRRORED = ("loss.png",)
-"""Files of a run folder that stay on their machine, beside hidden ones: a picture is drawn again."""
+"""Files of a run folder that stay on their machine, in addition to hidden ones: a picture is drawn again."""
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ class BaseFolder:
     base: str = ""
     """The value of `model.lora.base` that describes the codes. Empty = no codes."""
     refusal: HubError | None = None
-    """Why no adapter can be trained beside these codes. None = one can."""
+    """Why no adapter can be trained on these codes. None = one can."""
 
     def check(self) -> None:
         """Check that the files hold what config.json declares, before memory is taken for the model.
@@ -74,7 +74,7 @@ def open_weights(path: Path) -> BaseFolder:
 def open_base(path: Path) -> BaseFolder:
     """Open a folder that a run can start from.
 
-    Raises HubError when the path holds no model, a damaged one, or codes beside which nothing can be trained.
+    Raises HubError when the path holds no model, a damaged one, or codes on which nothing can be trained.
     """
     folder = open_weights(path)
     if folder.refusal is not None:
@@ -95,7 +95,7 @@ def folder_of_weights(plan: Plan) -> BaseFolder:
     planned_base = "" if plan.model.lora is None else plan.model.lora.base
     # Plain weights fit any plan, since they are quantized as it asks.
     if folder.base not in ("", planned_base):
-        remedy = f"base={folder.base}" if planned_base else "rank=16, for an adapter beside them"
+        remedy = f"base={folder.base}" if planned_base else "rank=16, for an adapter on them"
         raise PlanError(
             f"model.init={plan.init} holds codes ({folder.base}), which stay as they are: take "
             f"model.lora.{remedy}, or the folder that it was quantized from"

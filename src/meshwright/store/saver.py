@@ -100,7 +100,7 @@ def piece(held: Tensor, box: Box | None) -> Tensor:
 
 
 UPLOADED = ".uploaded"
-"""File beside the checkpoints, as old as the last upload. launch.sh asks for it."""
+"""File next to the checkpoints, as old as the last upload. launch.sh asks for it."""
 SLAB_BYTES = 256 * 2**20
 """Size of the slabs in which memory is taken; a larger tensor gets its own. torch rounds pinned memory up to a power of
 two, which could otherwise double its size."""

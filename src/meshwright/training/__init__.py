@@ -7,7 +7,7 @@ batches          rows of tokens -> micro-batches on a device
 optimizer, muon  AdamW, 8-bit moments, learning rate; Muon
 precision        dtypes, loss scale, skipped steps
 objectives       the loss: preference, distillation, on-policy answers
-teacher, teacher_targets, reference     models beside the trained one
+teacher, teacher_targets, reference     models in addition to the trained one
 state            what a run resumes from, or begins with
 evaluate         held-out text
 fits             refusals for want of memory or disk

@@ -29,7 +29,7 @@ from meshwright.store import checkpoint_folder
 from meshwright.store.durable import free_bytes
 
 PROCESS_BYTES = 300 * 2**20
-"""Memory of a process beside its tensors: libraries (torch alone 0.25 GiB), threads, gaps between blocks."""
+"""Memory of a process in addition to its tensors: libraries (torch alone 0.25 GiB), threads, gaps between blocks."""
 UNLIMITED_BYTES = 2**60
 """No limit. Control groups of version 1 write a number above this when they have none."""
 CACHES = ("inactive_file", "active_file")
@@ -45,7 +45,7 @@ PARTS = {
 }
 """Name of each part, and what makes it smaller."""
 OTHER_BYTES = 2 * MIB
-"""Files of a run beside its checkpoints: plan, tokenizer, metrics, ledgers, picture of the loss."""
+"""Files of a run apart from its checkpoints: plan, tokenizer, metrics, ledgers, picture of the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ def _group(folder: Path, *, first_kind: bool) -> _ControlGroup:
 
 
 def _remaining_bytes(limit_bytes: int, used: Path, cache_bytes: int = 0) -> int:
-    """Return what a limit leaves beside used memory that cannot be reclaimed."""
+    """Return what a limit leaves after used memory that cannot be reclaimed."""
     if limit_bytes >= UNLIMITED_BYTES or not used.is_file():
         return limit_bytes
     return max(0, limit_bytes - max(0, _read_number(used) - cache_bytes))

@@ -163,7 +163,7 @@ def _recipe_of_run(checkpoint_path: Path | None) -> Recipe | None:
 def store_teacher_targets(job: Job, corpus: Corpus, start: Start, interrupt: Interrupt) -> "TeacherTargets | None":
     """Compute what is missing of a teacher's stored targets. None = the recipe has none.
 
-    This comes before the student is built, which would not fit beside its teacher.
+    This comes before the student is built, which would not fit together with its teacher.
     """
     if not job.plan.recipe.distillation_top_k:
         return None
@@ -258,12 +258,12 @@ def build_task(
     targets: "TeacherTargets | None",
     sampler: AnswerSampler | None,
 ) -> Task:
-    """Return what the run minimizes. A teacher beside the student is built here."""
+    """Return what the run minimizes. A teacher that runs along with the student is built here."""
     if not job.plan.recipe.traits.teacher:
         return start.reference.task()
     writer = build_on_policy(job.plan, corpus, start.folder, share, sampler)
     objective = build_distillation(job.plan, job.mesh, job.device)
-    sentence = targets.sentence if targets else "beside the student, in every step"
+    sentence = targets.sentence if targets else "runs along with the student, in every step"
     job.add_lines(("teacher", f"{job.plan.teacher_init}, {sentence}"))
     return Task(objective=objective, read_rows=targets.read_rows if targets else None, on_policy=writer)
 

@@ -83,7 +83,7 @@ class Trainer:
     """Part of every step's rows that this rank reads."""
     watchers: tuple[Watcher, ...]
     task: Task = TEXT
-    """Objective of a step, and its inputs beside the text."""
+    """Objective of a step, and its inputs in addition to the text."""
     changes: tuple[str, ...] = ()
     """Differences from the run that it resumes, as `key=value (was value)`."""
     plan: Plan = field(init=False)

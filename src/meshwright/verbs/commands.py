@@ -38,7 +38,7 @@ class KnownHelp:
 
     def get_help_option(self, ctx: Any) -> Any:
         """Return typer's help option with a default."""
-        option = super().get_help_option(ctx)  # type: ignore[misc]  # of the class beside this one
+        option = super().get_help_option(ctx)  # type: ignore[misc]  # of the other base class
         if option is not None and option.default is None:
             option.default = False
         return option
@@ -64,7 +64,7 @@ class Verb(KnownHelp, TyperCommand):
 
 
 def _shown_name(name: str, *, argument: bool) -> str:
-    if argument:  # its name needs no type beside it
+    if argument:  # its name needs no type next to it
         return re.sub(r" <[^<>]*>$", "", name)
     name = re.sub(rf", (?:{'|'.join(FORMER)})\b", "", name)
     return re.sub(r"<(?:list\[)?(\w+)\]?>", lambda kind: TYPES.get(kind[1].lower(), kind[1].upper()), name)

@@ -180,7 +180,7 @@ def full() -> Any:
         *first, (last, adapter) = adapters(KINDS[2]).items()
         for name, loaded in first:
             engine.adapters.load(name, loaded)
-        with pytest.raises(DoesNotFit, match=f"adapter='{last}' has no room beside the model"):
+        with pytest.raises(DoesNotFit, match=f"adapter='{last}' does not fit in memory next to the model"):
             engine.adapters.load(last, adapter)
         held = engine.adapters.bytes
         engine.adapters.load(last, adapter)

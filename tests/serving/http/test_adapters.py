@@ -193,6 +193,6 @@ def test_what_is_no_adapter_is_refused(
 
 def test_an_adapter_of_other_weights(runs: Path) -> None:
     with pytest.raises(
-        ArgumentError, match=r"adapter='a' does not fit: .* trained it beside the weights of .*, and .*run has others"
+        ArgumentError, match=r"adapter='a' does not fit: .* trained it on the weights of .*, and .*run has others"
     ):
         mw.load(runs / "run").engine(adapters={"a": runs / "first"})

@@ -99,7 +99,7 @@ def _check_thoughts(messages: Sequence[Message], answers: Sequence[int], squeeze
 
 
 def _list_thoughts(message: Message) -> list[str]:
-    """Return the thoughts beside an answer, under the name that counts, or those within its content."""
+    """Return the thoughts given next to an answer, under the name that counts, or those within its content."""
     named = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
     content = str(message.get("content") or "")
     inside = _INSIDE.findall(content) or [content.rpartition("</think>")[0]]

@@ -8,7 +8,7 @@ input_ids [+ labels]          token ids
 instruction [+ input] + output [+ system]     the alpaca columns
 conversations [+ system, tools]               the sharegpt columns
 
-Each form of text takes `cut_off: true` beside these: its last answer stops at a limit, before it ends.
+Each form of text takes `cut_off: true` in addition to these: its last answer stops at a limit, before it ends.
 
 Tool calls get the form that templates of today read: their newer names, and no padding nulls. `function_call` turns of
 sharegpt files hold JSON (LLaMA-Factory, `data/formatter.py`). OpenAI's `function_call` of a message, since replaced by
@@ -410,7 +410,7 @@ def _turns(value: Any, name: str, where: str) -> tuple[Message, ...]:
 def _turn(turn: Any, what: str) -> Message:
     """Return a message without null fields and without an empty list of calls, which some templates take for calls.
 
-    Its content is text, or several parts that are. Beside calls it may be missing and is then the empty text, as a
+    Its content is text, or several parts that are. Next to calls it may be missing and is then the empty text, as a
     server writes it.
     """
     if not isinstance(turn, Mapping):

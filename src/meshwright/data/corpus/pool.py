@@ -53,7 +53,7 @@ def count_cores() -> int:
 class Pool:
     """Encoding processes for one tokenizer, to be used as a context. `processes` = 1 encodes in this process.
 
-    They are plain commands that receive text through pipes. Nothing is forked, which is safe beside torch's threads,
+    They are plain commands that receive text through pipes. Nothing is forked, which is safe next to torch's threads,
     and the caller's main module is not imported again.
     """
 

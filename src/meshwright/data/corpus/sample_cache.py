@@ -89,7 +89,7 @@ def prepare(data: Data, source: Source, root: Path, processes: int | None, progr
 
 
 def _read_contents(index: Path, source: Source, *, skips: bool) -> tuple[dict[str, Any], NDArray[np.uint64]]:
-    """Return the contents of a file and a hash of each row. They are read once and stored beside the cache."""
+    """Return the contents of a file and a hash of each row. They are read once and stored next to the cache."""
     known, rows_file = read_json(index), index.with_suffix(".rows")
     whole = known.get("content") and "unread" in known and rows_file.is_file()
     if whole and rows_file.stat().st_size == 8 * known["rows"]:

@@ -78,7 +78,7 @@ class Tokenizer:
         """Build a tokenizer from the text of a tokenizer.json and the spelling of its marks.
 
         With only one of the two marks it plays both. The texts of tokenizer_config.json (`config`), chat_template.jinja
-        (`template`) and an additional template for tools (`tool_template`) stay beside it.
+        (`template`) and an additional template for tools (`tool_template`) are kept next to it.
         """
         self._library = word_encoder.library(text)
         # Ids may have gaps, so the size is that of the largest id.

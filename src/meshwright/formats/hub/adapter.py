@@ -97,8 +97,8 @@ def misread(shape: ModelShape) -> str:
         return ""
     why = "drops those of dense layers and shared experts" if stacked & single else "needs gate, up and down, or down"
     return (
-        f"PEFT would read other adapters of experts than were trained: beside experts it {why}; export the merged "
-        "model, without --adapter"
+        f"PEFT would read other adapters of experts than were trained: of a model with experts it {why}; "
+        "export the merged model, without --adapter"
     )
 
 

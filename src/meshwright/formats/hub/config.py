@@ -122,7 +122,7 @@ def canonical(shape: ModelShape) -> ModelShape:
 
 
 def _canonical_scaling(scaling: RopeScaling, *, latent: bool) -> RopeScaling:
-    """Keep only the fields that the kind of scaling reads. YaRN reads mscale only beside mscale_all_dim."""
+    """Keep only the fields that the kind of scaling reads. YaRN reads mscale only together with mscale_all_dim."""
     used: tuple[str, ...] = ("factor",)
     if scaling.kind == "llama3":
         used += ("original_positions", "low_frequency_factor", "high_frequency_factor")

@@ -151,7 +151,7 @@ def _read_rope_scaling(entries: Entries, inner: Entries) -> RopeScaling | None:
 
 
 def _read_yarn(inner: Entries, original: int, positions: int, *, latent: bool) -> RopeScaling:
-    """Read YaRN's settings. mscale counts only beside mscale_all_dim.
+    """Read YaRN's settings. mscale counts only together with mscale_all_dim.
 
     Otherwise the attention factor is the paper's 0.1 ln(factor) + 1. A stated factor becomes a quotient of both
     mscales. With latent attention mscale_all_dim scales scores too, so a stated factor is refused.

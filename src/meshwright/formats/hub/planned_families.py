@@ -375,7 +375,7 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
     "a length of text that the family's class reads under max_position_embeddings": (
         "max_sequence_length", "model_max_length", "seq_length",
     ),
-    "layers that predict further tokens, which stand beside the model": (
+    "layers that predict further tokens, which are added to the model": (
         "num_nextn_predict_layers", "num_mtp_modules", "mtp_transformer_layers", "use_mtp", "mtp_num_hidden_layers",
         "mtp_use_dedicated_embeddings",
     ),

@@ -2,7 +2,7 @@
 
     nf4    X.weight uint8 (N K / 2, 1): two codes to a byte, the first in the upper half; X.weight.absmax (blocks,),
            X.weight.quant_map (16,); X.weight.quant_state.bitsandbytes__nf4: what else there is, as JSON in bytes.
-           Doubled scales: absmax are codes, and X.weight.nested_absmax, X.weight.nested_quant_map (256,) beside them
+           Doubled scales: absmax are codes, and X.weight.nested_absmax, X.weight.nested_quant_map (256,) come with them
     fp4    the same with another map, read alone
     int8   X.weight int8 (N, K); X.SCB fp32 (N,), 127 times our scales; X.weight_format, 0 for rows
 
@@ -222,7 +222,7 @@ def _unsupported(scheme: Scheme) -> str:
 
 
 def _sibling(name: str, leaf: str) -> str:
-    """Return the name of a tensor beside a weight: X.weight -> X.SCB."""
+    """Return the name of a tensor that belongs to a weight: X.weight -> X.SCB."""
     return f"{name.removesuffix('weight')}{leaf}"
 
 
@@ -290,7 +290,7 @@ def _read_state(stored: Mapping[str, Stored], name: str) -> tuple[Codes, dict[st
     """Return the kind of codes of one matrix, and its JSON."""
     codes = next((codes for codes in TABLES if f"{name}.{STATE}{codes}" in stored), None)
     if codes is None:
-        raise HubError(f"{stored[name].file}: {name} has codes and no {STATE}nf4 or fp4 beside it: it is damaged")
+        raise HubError(f"{stored[name].file}: {name} has codes and no {STATE}nf4 or fp4 next to it: it is damaged")
     state = stored[f"{name}.{STATE}{codes}"]
     if state.dtype != torch.uint8 or len(state.size) != 1 or state.size[0] > LONGEST_STATE:
         raise HubError(f"{state.file}: {name}.{STATE}{codes} is {list(state.size)} {state.dtype}, which is no JSON")

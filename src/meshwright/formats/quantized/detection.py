@@ -22,7 +22,7 @@ AUTO_ROUND: Mapping[str, dict[str, str]] = {
 Source: https://github.com/intel/auto-round, auto_round_extension/humming/qlinear_humming.py.
 """
 MODELOPT = "hf_quant_config.json"
-"""NVIDIA ModelOpt's file beside a config.json without an entry."""
+"""NVIDIA ModelOpt's file next to a config.json without an entry."""
 NUMBERS = "fp8"
 """quant_method of 8-bit numbers in blocks, which are read as numbers (hub/directory.py)."""
 

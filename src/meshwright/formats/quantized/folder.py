@@ -99,19 +99,19 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def base_of(folder: HubFolder, model: QuantizedModel) -> str:
-    """Return the `model.lora.base` of the codes. Raises HubError when no adapter can be trained beside them."""
+    """Return the `model.lora.base` of the codes. Raises HubError when no adapter can be trained on them."""
     held: dict[Scheme, str] = {}
     for name, scheme in model.schemes.items():
         # Names and expectations of schemes differ between writers; layouts decide.
         held.setdefault(layout(scheme), name)
         if scheme.ordered:
             raise HubError(
-                f"{folder.path} holds {name} with inputs in another order (GPTQ's desc_act), beside which no adapter "
+                f"{folder.path} holds {name} with inputs in another order (GPTQ's desc_act), on which no adapter "
                 f"is trained: {WHOLE}"
             )
         if not replace(layout(scheme), threshold=scheme.threshold).trains_beside:
             raise HubError(
-                f"{folder.path} rounds activations, too ({scheme.name}), and adapters are trained beside rounded "
+                f"{folder.path} rounds activations, too ({scheme.name}), and adapters are trained on rounded "
                 f"weights alone: {WHOLE}"
             )
     if model.skipped:

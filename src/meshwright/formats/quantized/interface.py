@@ -184,7 +184,7 @@ def tensors_of_model(
 ) -> dict[str, Stored]:
     """Return the stored tensors without redundant ones.
 
-    These are tables of rotary positions, biases of zeros, which GPTQ's writers put beside every matrix, and a tied
+    These are tables of rotary positions, biases of zeros, which GPTQ's writers add to every matrix, and a tied
     head. Raises HubError when such a bias is not zero, or when such a head differs from its embedding.
     """
     names, tensors = {tensor.name for tensor in planned}, {}

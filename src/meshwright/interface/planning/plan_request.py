@@ -205,7 +205,7 @@ def _adapters(tune: str, *, coded: bool) -> list[str]:
         raise ArgumentError(
             "tune", tune, remedy=f"the rank must be at least 1 and at most {LARGEST_RANK:,}, as lora:64"
         )
-    # A quantized folder has codes already, and training beside them must not code the weights anew.
+    # A quantized folder has codes already, and training on them must not code the weights anew.
     base = [f"model.lora.base={QLORA_BASE}"] if kind == QLORA and not coded else []
     return [f"model.lora={rank or TUNED_RANK}", *base] if with_rank else []
 

@@ -47,7 +47,7 @@ DEFAULTS = (
     Default(
         name="GOMP_SPINCOUNT",
         value="1000",
-        why="waiting threads sleep soon: 5 to 25% slower alone, 2 to 8 times faster beside other programs",
+        why="waiting threads sleep soon: 5 to 25% slower alone, 2 to 8 times faster next to other programs",
         others=("OMP_WAIT_POLICY",),
     ),
     Default(
@@ -59,7 +59,7 @@ DEFAULTS = (
     Default(
         name="TORCH_NCCL_HIGH_PRIORITY",
         value="1",
-        why="collectives get multiprocessors before the products that run beside them",
+        why="collectives get multiprocessors before the products that run at the same time",
     ),
     Default(
         name="CUDA_MODULE_LOADING",

@@ -149,7 +149,7 @@ def closing(summary: Summary, device: str) -> str:
         parts.append(f"{count(summary.tokens)} tokens in {duration(summary.seconds)} of steps")
     parts.append(f"{count(summary.tokens_per_second)} tokens/s{_steady(summary)}")
     if summary.paused_seconds:
-        parts.append(f"{duration(summary.paused_seconds)} of evaluation, samples and checkpoints beside")
+        parts.append(f"{duration(summary.paused_seconds)} more for evaluation, samples and checkpoints")
     if summary.malformed_rows:
         parts.append(f"{many(summary.malformed_rows, 'malformed row')} left out")
     measured = "process" if device.startswith("CPU") else "tensors"

@@ -1,4 +1,4 @@
-"""A trained model: it answers prompts and scores texts, alone or with adapters beside it. `opening` reads one."""
+"""A trained model: it answers prompts and scores texts, alone or with adapters on top. `opening` reads one."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,7 +79,7 @@ class Generated:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TrainedModel:
-    """A model ready to answer, with what is stored beside it."""
+    """A model ready to answer, with what is stored next to it."""
 
     model: Transformer
     tokenizer: Tokenizer | None
@@ -442,7 +442,7 @@ def peft_adapter(model: Transformer, path: Path, widest: int = 0) -> ServedAdapt
 
 
 def _adapter_of_run(name: str, path: Path, source: Path) -> ServedAdapter:
-    """Open the adapter of a checkpoint, if `source` has the very weights that it was trained beside."""
+    """Open the adapter of a checkpoint, if `source` has the very weights that it was trained on."""
     run, checkpoint = locate(path)
     lora, init = run.plan.model.lora, run.plan.init
     if lora is None:
@@ -461,11 +461,11 @@ def _adapter_of_run(name: str, path: Path, source: Path) -> ServedAdapter:
             name,
             "needs its own codes",
             (
-                f"{path} trained it beside {lora.base}. For other weights write it in PEFT's format "
+                f"{path} trained it on {lora.base}. For other weights write it in PEFT's format "
                 "(`meshwright export --adapter`)"
             ),
         )
-    # An adapter corrects these very weights. Beside others it would answer nonsense without any error.
+    # An adapter corrects these very weights. On top of others it would answer nonsense without any error.
     trained_beside = checkpoints.read_values(checkpoint).get("base")
     fingerprint = import_folder(source).fingerprint() if (source / "config.json").is_file() else ""
     if trained_beside != base_fingerprint(run.plan) or trained_beside != fingerprint:
@@ -474,7 +474,7 @@ def _adapter_of_run(name: str, path: Path, source: Path) -> ServedAdapter:
             name,
             "does not fit",
             (
-                f"{path} trained it beside the weights of {init}, and {source} has others. Give the folder "
+                f"{path} trained it on the weights of {init}, and {source} has others. Give the folder "
                 "that model.init names as the model"
             ),
         )

@@ -1,8 +1,8 @@
 """Choice of the attention kernel on this GPU: by the table of spec/plan/execution.py, after a small trial.
 
-A trial runs forward and backward beside plain sums in fp64, once for each width, dtype and number of heads that share
-keys. A kernel that raises or is wrong there is not used in this process. The log of a run and the doctor's answer state
-the reason.
+A trial runs forward and backward and is compared with plain sums in fp64, once for each width, dtype and number of
+heads that share keys. A kernel that raises or is wrong there is not used in this process. The log of a run and the
+doctor's answer state the reason.
 """
 
 from collections.abc import Callable

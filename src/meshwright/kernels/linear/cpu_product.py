@@ -100,7 +100,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> Tensor:
 def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Multiply x (..., K) by weight (N, K) transposed, add bias (N,), and round once. Returns (..., N).
 
-    The weight has x's dtype, or 16 bits beside fp32. Then it is widened some rows at a time.
+    The weight has x's dtype, or 16 bits where x is fp32. Then it is widened some rows at a time.
 
     Args:
         dtype: Dtype of the result. None = that of x.
@@ -116,7 +116,7 @@ def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype:
 
 
 def widened_multiply(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply a (M, K) by b (K, N), where b has a's dtype, or 16 bits beside fp32, as in `widened_linear`."""
+    """Multiply a (M, K) by b (K, N), where b has a's dtype, or 16 bits where a is fp32, as in `widened_linear`."""
     rows = _widened_rows(a, b)
     if rows >= len(b):
         return multiply(a, b.to(a.dtype))

@@ -185,14 +185,14 @@ def input_gradient(gradients: Sequence[Tensor], weights: Iterable[Tensor], form:
     """Return the gradient of x (..., in) from the gradients (..., out) of several products of x.
 
     Summed inside the products (beta = 1) instead of by passes over memory. Weights may come one after the other: none
-    is held beside the next.
+    is held together with the next.
     """
     if form != SAME:
         return fp8.input_gradient(gradients, tuple(weights))
     first = gradients[0]
     wide = product_dtype(first)
     total: Tensor | None = None
-    # zip would hold each weight beside the next.
+    # zip would hold each weight together with the next.
     following = iter(weights)
     for gradient in gradients:
         rows, matrix = gradient.reshape(-1, gradient.shape[-1]).to(wide), next(following).to(wide)

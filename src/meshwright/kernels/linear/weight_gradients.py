@@ -325,7 +325,7 @@ class WeightGradients:
                 while products:
                     total = total + products.pop(0)()
                 add_gradient(weight, total)
-                # Else it would be in memory beside the next weight's.
+                # Else it would be in memory together with the next weight's.
                 del total
 
     def take(self, weight: Tensor, product: Callable[[], Tensor]) -> None:
@@ -347,7 +347,7 @@ class Leaf:
 def as_leaf(weight: Tensor | None) -> Leaf | None:
     """Return the weight as a leaf if its gradient may bypass autograd: in a splittable pass, or into a sum.
 
-    A function holds this beside what it saves: under recomputation saved tensors come back as copies.
+    A function holds this in addition to what it saves: under recomputation saved tensors come back as copies.
     """
     if weight is None or torch.compiler.is_compiling():
         return None

@@ -143,7 +143,7 @@ ROW_STEP = 64
 
 @dataclass(frozen=True, slots=True)
 class LossForm:
-    """Terms of the loss beside -log softmax of the target.
+    """Terms of the loss in addition to -log softmax of the target.
 
     A loss of another kind (a teacher's distribution in place of targets) belongs here: the chunk loop only asks for
     losses and gradients of rows.

@@ -1,7 +1,7 @@
 """AdamW, and the norm of all gradients, in passes over many tensors at once.
 
 With fp32 states, on a GPU each is one Triton kernel (triton/updates.py). It reads gradients in the dtype that they
-have, and writes the 16-bit copy of a weight beside it. AdamW then moves 28 bytes per parameter of bf16 training: 2
+have, and writes the 16-bit copy of a weight as well. AdamW then moves 28 bytes per parameter of bf16 training: 2
 of the gradient, 4 + 4 of the master weight, 8 + 8 of the moments, 2 of the copy. torch's kernel reads fp32 gradients,
 writes them back divided, and leaves both copies to passes of their own: 44 bytes.
 

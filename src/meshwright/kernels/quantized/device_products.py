@@ -14,9 +14,9 @@ elsewhere.
 
 A contest times the ways to multiply with codes, once per shape, scheme and number of rows. Some ways read the codes as
 stored. Others need their own order, or a copy in 16 bits: a second layout, whose memory is counted. They take part only
-where that was asked for. A way that raises, or is wrong beside sums in fp64, is out. The default way stays unless
-another one is clearly faster, so noise does not decide. A contest is held where one is open (open_contest), before a
-CUDA graph is captured.
+where that was asked for. A way that raises, or is wrong compared with sums in fp64, is out. The default way stays
+unless another one is clearly faster, so noise does not decide. A contest is held where one is open (open_contest),
+before a CUDA graph is captured.
 """
 
 from collections.abc import Callable, Sequence

@@ -59,7 +59,7 @@ class QuantizedMatrix:
     places: ScalePlaces | None = None
     """Position of a part's scales in those of the larger matrix."""
     keeps_copies: bool = True
-    """Allows products to keep a restored copy. Beside adapters none outlives its product."""
+    """Allows products to keep a restored copy. Under adapters none outlives its product."""
     prefer: str = "auto"
     """One of kernels.chooser.PREFERENCES."""
     prepared: dict[str, Any] = field(default_factory=dict)

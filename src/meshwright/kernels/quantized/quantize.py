@@ -211,7 +211,7 @@ def relative_error(weight: Tensor, matrix: QuantizedMatrix) -> float:
     for rows, restored in matrix.restored_rows():
         exact = weight.detach()[..., rows, :].float()
         norms.append(torch.stack((exact.norm(), restored.sub_(exact).norm())))
-        # Else the next piece would be made beside this one.
+        # Else the next piece would be made while this one is still held.
         del exact, restored
     size, error = torch.stack(norms).norm(dim=0).tolist()
     return float(error / size) if size else 0.0

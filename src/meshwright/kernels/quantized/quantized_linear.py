@@ -8,7 +8,7 @@ Two kinds of product:
 
 device_products decides what runs on a GPU. On a CPU int8 is oneDNN's. Weight-only products of few rows with up to 4
 bits run in compiled loops, or without a C compiler with 4 bits in torch. More rows use a copy that is restored once.
-Beside adapters W is restored in the dtype of x for each product, and freed after it.
+Under adapters W is restored in the dtype of x for each product, and freed after it.
 
 None has a gradient for W. That of x is G W, with W restored again.
 """

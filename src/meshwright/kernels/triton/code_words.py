@@ -182,7 +182,7 @@ def _number(
         return (e4m3_number(bits, code) * scale).to(DTYPE)
     if CODES == 1:
         return (table_number(bits, table, code) * scale).to(DTYPE)
-    # A small real zero would lose digits beside 128.
+    # A small real zero would lose digits when 128 is added.
     if ZEROS == 2:
         return (((half_byte(bits, code) - 128.0) - zero) * scale).to(DTYPE)
     return ((half_byte(bits, code) - (zero + 128.0)) * scale).to(DTYPE)

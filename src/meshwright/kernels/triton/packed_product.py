@@ -276,8 +276,8 @@ def parts_of(rows: int, columns: int, inner: int, tile: ProgramTile, processors:
     """Return into how many runs K is cut.
 
     A few rows wait for memory: as many runs as fill the device where blocks do not, if runs stay longer than two steps,
-    and parts small beside the matrix. More rows wait for products: the number of least time. That counts the processor
-    with the most work, what a run costs before its first step, and parts that are written and read.
+    and parts small compared with the matrix. More rows wait for products: the number of least time. That counts the
+    processor with the most work, what a run costs before its first step, and parts that are written and read.
     """
     blocks = ceil_div(columns, tile.columns) * ceil_div(rows, tile.rows)
     if rows <= FIRST_ROWS:

@@ -1,4 +1,4 @@
-"""Small runs of each operation, forward and backward, beside its reference, before a kernel is chosen on a device."""
+"""Small runs of each operation, forward and backward, against its reference, before a kernel is chosen on a device."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -110,7 +110,7 @@ def _packed_error(make: Made, inputs: int, rows: int) -> float:
 
 
 def int8(make: Made) -> float:
-    """Try rows rounded beside two outlier columns, times codes.
+    """Try rounded rows, with two outlier columns apart, times codes.
 
     By tensor cores with K cut, and by the kernel of few rows.
     """
@@ -164,7 +164,7 @@ def stored(make: Callable[..., Tensor]) -> float:
 
 
 def _stored_error(make: Callable[..., Tensor], form: str, normed: bool) -> float:
-    """Store three rows of two key heads, in a buffer with others beside them, at slots in another order.
+    """Store three rows of two key heads, in a buffer that holds others as well, at slots in another order.
 
     For codes, returns the error beyond that of plain rounding.
     """
@@ -365,7 +365,7 @@ def _attention(make: Made) -> float:
 
 
 def _narrow(make: Made) -> float:
-    """Try three updates beside AdamW in fp64.
+    """Compare three updates with AdamW in fp64.
 
     A bf16 weight has 8-bit moments, an fp32 one a copy and bf16 moments.
     """
@@ -410,7 +410,7 @@ def _adamw(make: Made) -> float:
 
 
 def _adamw_error(make: Made, dtype: torch.dtype, aligned: bool) -> float:
-    """Return the error of two updates of tensors of several sizes beside torch's kernel."""
+    """Return the error of two updates of tensors of several sizes compared with torch's kernel."""
     sizes = (5, 1), (70, 600), (3, 7)
     gradients = [make(*size).to(dtype) for size in sizes]
     # One element off the start of its memory, no address is a multiple of 16 bytes.

@@ -43,7 +43,7 @@ IN_TRAINING = ", in training"
 PASSING = ("gradients", "activations", "logits", "buffers", "temporaries", "tokens")
 """Kinds that come and go in a step."""
 COPIES = ("parameters", "shards")
-"""Kinds that also come and go if a rank holds whole copies beside its shards until the update (ZeRO-1, ZeRO-2)."""
+"""Kinds that also come and go if a rank holds whole copies and its shards until the update (ZeRO-1, ZeRO-2)."""
 UNCOUNTED = "the planner does not count it"
 Values = tuple[float | None, float | None, float | None]
 Reasons = tuple[str, str, str]
@@ -62,7 +62,7 @@ class Column:
     elsewhere: str = ""
     """Explanation if it is for another device than the run's. Empty = it is not."""
     trained: SharedDocument | None = None
-    """Beside a profile, the measurements of training itself."""
+    """Where there is a profile, the measurements of training itself."""
 
     def rank(self, rank: int) -> RankRecord | None:
         """Return the record of a rank."""
@@ -423,7 +423,7 @@ def _traffic_rows(rank: int, columns: Columns, tolerance: float) -> Iterator[Com
 
 
 def _training_rows(rank: int, columns: Columns, tolerance: float) -> Iterator[ComparedRow]:
-    """Yield, beside a profile, a rank's peak in training, and traffic that differs from the profile's."""
+    """Yield, in addition to a profile, a rank's peak in training, and traffic that differs from the profile's."""
     planned, dry, measured = columns
     if measured.trained is None:
         return

@@ -31,7 +31,7 @@ MAY_OVERFLOW = ("loss", "grad_norm")
 """Numbers of a step that may be infinite or NaN in training, by overflow of fp16."""
 LARGEST_NUMBER = 2**63
 DRYRUN, PROFILE = "dryrun.json", "profile.json"
-"""Shared documents of a dry run and of a profile, beside ledger.json in the run folder."""
+"""Shared documents of a dry run and of a profile, next to ledger.json in the run folder."""
 WARM_UP = 0.1
 """Share of a run's steps, at most WARM_UP_MOST of them, that do not count for its speed: caches, compilation."""
 WARM_UP_MOST = 20

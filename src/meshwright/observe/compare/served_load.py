@@ -1,4 +1,4 @@
-"""A load run through the serving engine on this machine, beside its plan and the memory of a dry run."""
+"""A load run through the serving engine on this machine, compared with its plan and the memory of a dry run."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -206,7 +206,7 @@ def memory_line(comparison: Comparison, process_bytes: int) -> str:
         for title, value in zip(TITLES, peak.values if peak else (), strict=False)
         if value is not None
     ]
-    # Resident memory says little beside a measured peak of tensors: libraries take most of a small run's.
+    # Resident memory says little where a peak of tensors is measured: libraries take most of a small run's.
     process_bytes = 0 if peak and peak.values[2] is not None else process_bytes
     process = f" (the process: {process_bytes / GIB:.2f} GiB with Python and torch)" if process_bytes else ""
     return f"Memory: {', '.join(figures)} GiB of tensors{process}." if figures else ""

@@ -96,7 +96,7 @@ def needed_bytes(dry_run: DryRun, room: Room, stage_peaks: Mapping[int, float] |
 
 
 def reserve_bytes(device: str) -> int:
-    """Return the bytes that torch's allocator takes of a GPU beside tensors (workspaces of matrix products).
+    """Return the bytes that torch's allocator takes of a GPU in addition to tensors (workspaces of matrix products).
 
     The planner counts the same. Libraries of a CPU manage their own memory.
     """

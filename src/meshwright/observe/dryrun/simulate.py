@@ -287,8 +287,8 @@ class LoweredBlocks:
 class _TunedKernel:
     """A Triton kernel that tries several block sizes at its first call.
 
-    Each try takes a buffer that empties the device's cache. Overwritten inputs are copied to the host where a copy
-    beside them would be the peak (torch 2.11 to 2.13, _inductor/runtime/triton_heuristics.py and benchmarking.py).
+    Each try takes a buffer that empties the device's cache. Overwritten inputs are copied to the host where another
+    copy of them would be the peak (torch 2.11 to 2.13, _inductor/runtime/triton_heuristics.py and benchmarking.py).
     """
 
     def __init__(self) -> None:

@@ -192,7 +192,7 @@ class StorageWatch(compat.DispatchMode):
 
     def _record_workspace(self, operation: Any, size: int) -> None:
         """Record memory inside the operation that has just ended."""
-        # It appears after the outputs, since it exists beside them, and dies with the next event.
+        # It appears after the outputs, since it exists together with them, and dies with the next event.
         record = self._add_record((size,), torch.uint8, self._round(size), operation)
         record.died, record.death_phase = self.now, record.phase
         self._add_event(record, -record.size_bytes)

@@ -1,4 +1,4 @@
-"""A tiny model under any layout beside one device: loss, gradients, gradient norm, weights after each step.
+"""A tiny model under any layout compared with one device: loss, gradients, gradient norm, weights after each step.
 
 Each rank runs `outcome`. `assemble` combines the ranks' boxes to whole tensors, and finds copies that differ.
 `first_difference` names the first tensor, in the order of the forward pass, that differs from one device by more than a

@@ -5,7 +5,7 @@ on other threads, such as Gloo's, which drop the last reference to sent tensors.
 free before, so such frees are noticed then. The others make the figure too high, never too low.
 
 On a GPU the sources are the caching allocator's statistics, read whenever a part of the program begins,
-and its history of events for the curve between. Beside it stands the memory that the process (CPU: resident, libraries
+and its history of events for the curve between. Next to it is the memory that the process (CPU: resident, libraries
 included) or the allocator (GPU) holds.
 """
 

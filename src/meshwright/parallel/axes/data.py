@@ -25,7 +25,8 @@ each bucket, of which the gradients are views. When the last backward pass has m
 all-reduce begins, in place, while the backward pass goes on (Li et al. 2020, arXiv:2006.15704).
 
 If a step has only one micro-batch, gradients stay as they are made until a bucket has all. Then they are copied into
-the buffer and widened. A buffer from the first gradient on would take memory beside the activations of the block.
+the buffer and widened. A buffer from the first gradient on would take memory in addition to the activations of the
+block.
 
 A rank holds 4 N elements in fp32 (parameters, gradients, two moments), and with one micro-batch a bucket more, where
 DistributedDataParallel's buckets are a fifth of N. Sums are taken in fp32, or in the parameters' dtype.
@@ -148,7 +149,7 @@ class _CountedCollective:
         self.group = group
 
     def alone(self, device: torch.device) -> AbstractContextManager[None]:
-        """Return a context in which a collective runs beside no other work if the layout asks for that."""
+        """Return a context in which a collective overlaps with no other work if the layout asks for that."""
         return nullcontext() if self.group.overlaps else compat.joined_streams(device)
 
     @takes("buffers")
@@ -426,7 +427,7 @@ class Replicas:
 def replicate(stages: Iterable[Transformer], mesh: Mesh, dtype: torch.dtype | None = None) -> tuple[Replicas, ...]:
     """Set up the sums of the gradients of each stage over ranks with the same parameters, in `dtype` (None = theirs).
 
-    No two stages of a rank share a parameter: a plan refuses that beside data parallelism.
+    No two stages of a rank share a parameter: a plan refuses that together with data parallelism.
     """
     return tuple(_replicate(stage, mesh, dtype) for stage in stages)
 

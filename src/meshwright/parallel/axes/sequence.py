@@ -1,6 +1,6 @@
 """The slices of a sequence that tensor-parallel ranks hold between the parts of a block (sp), and how they travel.
 
-A sequence of S positions passes in n pieces. Each piece has its own collective, which runs beside the products of the
+A sequence of S positions passes in n pieces. Each piece has its own collective, which overlaps with the products of the
 next piece (layout.tp_chunks). A rank holds its slice of every piece:
 
     n = 1    rank 0: 0 1 2 3    rank 1: 4 5 6 7

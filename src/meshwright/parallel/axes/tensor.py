@@ -11,7 +11,7 @@ With sp norms, residuals and dropout work on S / tp positions. Either way there 
 per layer and pass (an all-reduce is one reduce-scatter and one all-gather).
 
 f and g are fused with the products that read their output (`ColumnParallelProducts`): in the backward pass the products
-of the weights' gradients run beside the collective, and g keeps only its slice and gathers again. f* and g* are fused
+of the weights' gradients overlap with the collective, and g keeps only its slice and gathers again. f* and g* are fused
 with the products before them (`RowParallelProducts`). They stand alone before the head, and if something else reads or
 makes the tensor too (a router, experts).
 
@@ -273,7 +273,7 @@ def _gradients(
 
     `leaves` are the weights whose gradients may be left for later. Without x no weight is trained.
     """
-    # Two collectives at once: x is gathered again, and its gradient is summed, beside the products of dW.
+    # Two collectives at once: x is gathered again, and its gradient is summed, during the products of dW.
     total: Scattering | Pending | None = None
     weighed = any(wanted[1 : 1 + len(weights)])
     gathering = Gathering(group, x, pieces) if x is not None and sp and weighed else None
@@ -313,7 +313,7 @@ def columns_backward(
     gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool], group: int, sp: bool,
     pieces: int, form: str, waiting: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """Return the `wanted` gradients of x, each weight and each bias, its collective running beside its products.
+    """Return the `wanted` gradients of x, each weight and each bias, its collective overlapping with its products.
 
     Gradients of `waiting` weights are left for later.
     """

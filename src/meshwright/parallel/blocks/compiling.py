@@ -115,8 +115,8 @@ def compile_call(recompute: str, *, apart: bool) -> BlockCall:
 def _around_experts() -> BlockCall:
     """Compile a routed block as one graph before its experts and one behind them.
 
-    Shared experts are two more graphs beside rows that travel. Experts are not for the compiler: the lengths of their
-    runs would become constants of the code, and ZeRO gathers their parameters in a hook. The cut is made by hand,
+    Shared experts are two more graphs, which run while rows travel. Experts are not for the compiler: the lengths of
+    their runs would become constants of the code, and ZeRO gathers their parameters in a hook. The cut is made by hand,
     because the compiler, when it must skip a part of a module inside a block, also skips that module.
     """
     before, behind = _compile(_before_experts), _compile(_behind_experts)

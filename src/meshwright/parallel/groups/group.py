@@ -100,7 +100,7 @@ class Group:
     process_group: dist.ProcessGroup | None = None
     traffic: Traffic = field(default_factory=Traffic)
     overlaps: bool = True
-    """Collectives run beside other work until their wait(). False = each ends within the call that starts it."""
+    """Collectives overlap with other work until their wait(). False = each ends within the call that starts it."""
     number: int = field(init=False, default_factory=partial(next, count()))
     """Name of the group in operators of compiled code, which take only tensors and numbers (`find_group`)."""
 

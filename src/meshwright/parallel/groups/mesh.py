@@ -159,7 +159,7 @@ def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh, purpose: str = "")
 
 
 def saving_group(mesh: Mesh) -> Group:
-    """Make a Gloo group of all ranks, for a thread that works beside the training.
+    """Make a Gloo group of all ranks, for a thread that works during the training.
 
     In a shared group its collectives would be matched with those of the training. Every rank makes this call at the
     same point.

@@ -296,7 +296,7 @@ class Pipeline:
 
     def _execute(self, micro_batches: Sequence[Any], *, train: bool) -> Tensor:
         rank_program = self._program(len(micro_batches), train=train)
-        # Before PointToPoint, which opens the first receives: code must not be loaded beside an open transfer.
+        # Before PointToPoint, which opens the first receives: code must not be loaded while a transfer is open.
         if self.warm_up is not None:
             self._warm_up(self.warm_up, rank_program, micro_batches, train=train)
         like, rank = self.receive_like, self.group.index

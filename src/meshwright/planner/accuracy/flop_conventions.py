@@ -163,7 +163,7 @@ class Figure:
 
 
 def figures(columns: dict[str, str]) -> list[Figure]:
-    """Recompute the figures that a row prints beside its speed. Raises ValueError when its plan cannot be read."""
+    """Recompute the figures that a row prints next to its speed. Raises ValueError when its plan cannot be read."""
     convention = convention_of(columns)
     plan, _ = plan_of(columns)
     tokens = _tokens_per_s(columns, plan)

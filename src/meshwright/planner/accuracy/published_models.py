@@ -44,7 +44,7 @@ NANOTRON = {
     "llama-like-70b-gqa8": (80, 8192, 64, 8, 28672, False),
 }  # fmt: skip
 """(layers, hidden, heads, key heads, ffn, tied) of huggingface/nanotron scripts/scaling_benchmarks.py.
-The vocabulary is 131,072. Tied follows from the parameter counts printed beside them (1.34 and 3.57 billion).
+The vocabulary is 131,072. Tied follows from the parameter counts printed next to them (1.34 and 3.57 billion).
 """
 
 

@@ -136,7 +136,7 @@ NANOTRON = Stack(
     send_s=0.002,
     hides_gradients=0.5,
     source="huggingface/nanotron scripts/scaling_benchmarks.py, models/llama.py, optim/gradient_accumulator.py (fp32 "
-    "sums beside the 16-bit gradients), parallel/tensor_parallel/functional.py (the loss writes fp32 logits beside "
+    "sums next to the 16-bit gradients), parallel/tensor_parallel/functional.py (the loss writes fp32 logits next to "
     "those it is given, keeps one), models/base.py (stages), helpers.py (rank 0 writes its peak); slack and reserve "
     "fitted to public rows, those of the second run",
 )

@@ -24,7 +24,7 @@ from meshwright.spec.rules.passes import holds_codes
 INDEX_BYTES = 8
 """Bytes of an int64 index."""
 STREAMS = 3
-"""Whole hidden states alive at once in a layer's backward pass, beside its widest place.
+"""Whole hidden states alive at once in a layer's backward pass, in addition to its widest place.
 
 They are the gradients of the stream, of a branch and of its normed input. Where sequence parallelism shares the stream,
 they are what was gathered and what is to be scattered.
@@ -75,7 +75,7 @@ def _chunk_bytes(local: LocalShape, logits: float, matrix: float) -> tuple[float
     """Return the extra bytes while a chunk's logits are computed, and while the gradient of the head is.
 
     A chunk's logits exist as computed, and in fp32 where the loss copies them. A CPU adds to a 16-bit matrix gradient
-    in pieces outside the product, beside the logits.
+    in pieces outside the product, in addition to the logits.
     """
     copy_width = 0 if local.stack.loss_in_place or local.width == 4 else 4
     # The head's normed input for the whole micro-batch, and the chunk's logits.
@@ -100,7 +100,7 @@ def head_rows(local: LocalShape) -> float:
 
 
 def divergence_chunk(local: LocalShape, buffers: int) -> float:
-    """Return the bytes of a chunk of a distillation loss, beside the teacher's hidden states (`local`).
+    """Return the bytes of a chunk of a distillation loss, in addition to the teacher's hidden states (`local`).
 
     `buffers` fp32 tensors of logits exist at once, and the gradient of the student's logits in the width of products.
     """
@@ -383,18 +383,18 @@ def _gate(local: LocalShape) -> float:
 def _rounded(local: LocalShape, weight: float, rows: float) -> float:
     """Return the peak bytes while a matrix and its rows are narrowed to 8 bits (kernels.fp8.narrow).
 
-    First the matrix, scaled and then narrow, then the rows beside it. Compiled code and Triton make no scaled copy.
+    First the matrix, scaled and then narrow, then also the rows. Compiled code and Triton make no scaled copy.
     """
     each = 1 if local.stack.rounds_in_place or (local.compiled and not local.fp8_all) else 1 + local.width
     return max(each * weight, weight + each * rows)
 
 
 def _rounded_mlp(local: LocalShape) -> float:
-    """Return the bytes where the second of two gates is rounded, beside the sum of their products.
+    """Return the bytes where the second of two gates is rounded while the sum of their products is held.
 
     In a split pass the recomputed product is there as well. If weight gradients are also 8-bit products, another moment
-    can be worse. There the recomputed product is rounded beside its own gradient, that of its output, and, gated, the
-    activation.
+    can be worse. There the recomputed product is rounded while its own gradient, that of its output, and, gated, the
+    activation are held.
     """
     ffn = local.shape.ffn / local.tp
     inner = local.tokens * ffn
@@ -409,8 +409,8 @@ def _rounded_mlp(local: LocalShape) -> float:
 def _rounded_experts(local: LocalShape, routed: Routed) -> float:
     """Return the bytes while experts are rounded.
 
-    Stacks are rounded some experts at a time beside the rows that they multiply. Both operands of a stack's gradient
-    exist in three copies of a byte. Experts are not compiled, and Triton makes no copy.
+    Stacks are rounded some experts at a time, together with the rows that they multiply. Both operands of a stack's
+    gradient exist in three copies of a byte. Experts are not compiled, and Triton makes no copy.
     """
     assert local.shape.moe is not None
     experts = local.shape.moe.experts / local.ep / local.ep_pieces
@@ -422,14 +422,14 @@ def _rounded_experts(local: LocalShape, routed: Routed) -> float:
 
 
 def _rounded_attention(local: LocalShape, widths: HeadWidths) -> float:
-    """Return the bytes where the queries' gradient is rounded, beside those of keys and values."""
+    """Return the bytes where the queries' gradient is rounded while those of keys and values are held."""
     queries, made = local.tokens * widths.queries, local.tokens * (widths.queries + widths.keys_values) * local.width
     read = local.shape.mla.q_rank if local.shape.mla and local.shape.mla.q_rank else local.shape.hidden
     return _rounded(local, read * widths.queries, queries) + made + local.hidden_bytes if local.fp8 else 0.0
 
 
 def _restored_attention(local: LocalShape, widths: HeadWidths) -> float:
-    """Return the bytes where the query matrix is dequantized, beside gradients of queries, keys and values."""
+    """Return the bytes where the query matrix is dequantized while gradients of queries, keys and values are held."""
     gradients = local.tokens * (widths.queries + widths.keys_values) * local.width
     return gradients + weight_product.restored_bytes(local, "attention") if local.shape.lora else 0.0
 
@@ -440,7 +440,7 @@ def _experts(local: LocalShape, routed: Routed) -> float:
 
 
 def _left_experts(local: LocalShape, routed: Routed) -> float:
-    """Return the bytes beside the weight gradients of a rank's experts.
+    """Return the bytes held in addition to the weight gradients of a rank's experts.
 
     First gradients of the first products, whose outputs and activation are freed, then those of rows.
     """
@@ -460,8 +460,8 @@ def _attention(local: LocalShape, widths: HeadWidths) -> float:
 
     With context parallelism (parallel/axes/ring.py, kernels/attention/partial.py) there are copies of the queries, the
     output and its gradient, and their own gradient in fp32. For keys and values a ring holds those of two ranks and
-    four fp32 sums. An all-gather holds those of all ranks three times beside their fp32 gradients and the cut ones, or
-    once beside the reassembled ones. Stripes are used rank by rank: once, and their fp32 gradients twice.
+    four fp32 sums. An all-gather holds those of all ranks three times, with their fp32 gradients and the cut ones, or
+    once, with the reassembled ones. Stripes are used rank by rank: once, and their fp32 gradients twice.
     """
     if local.linear:
         return attention_core.linear_inside_bytes(local)
@@ -492,11 +492,11 @@ def _attention(local: LocalShape, widths: HeadWidths) -> float:
 
 
 def _plain_attention(local: LocalShape, widths: HeadWidths) -> float:
-    """Return the bytes where the softmax is differentiated, beside the kept weights.
+    """Return the bytes where the softmax is differentiated, in addition to the kept weights.
 
     Source: kernels/attention/attend.py, attend_reference. Uncompiled, the gradients of the weights and of the scores, S
-    x S in fp32, exist beside the gradient of the values of all heads. A forward pass stores as much: scores, scores
-    without hidden pairs, and the pairs. Compiled code writes the gradient of the scores in place of that of the
+    x S in fp32, exist together with the gradient of the values of all heads. A forward pass stores as much: scores,
+    scores without hidden pairs, and the pairs. Compiled code writes the gradient of the scores in place of that of the
     weights.
     """
     scores = local.tokens * local.sequence * local.shape.heads / local.tp

@@ -48,7 +48,7 @@ class PolicyBytes(NamedTuple):
     kept_bytes: float
     """Bytes from the forward to the backward pass of a micro-batch."""
     again_bytes: float
-    """Restored for the layer's backward pass, beside what was kept. Norms are restored one at a time."""
+    """Restored for the layer's backward pass, in addition to what was kept. Norms are restored one at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class LayerWork:
         """Return the bytes under each recompute policy.
 
         `alone`: tensors are restored one by one, as in Meshwright's engine. Otherwise everything that was not kept
-        exists beside what was.
+        exists together with what was.
         """
         none = norms = selective = core = dropped = widest = 0.0
         # One walk over the tensors sums up all policies, since a search asks for each.
@@ -103,7 +103,7 @@ class LayerWork:
                 core += all_bytes
         kept_by_policy = {"none": none, "norms": norms, "selective": selective,
                 "all-but-attention": self.boundary_bytes + core, "full": self.boundary_bytes}  # fmt: skip
-        # Restored one by one, only the largest exists beside the others; "norms" needs one norm at a time.
+        # Restored one by one, only the largest exists in addition to the others; "norms" needs one norm at a time.
         again_by_policy = {"norms": widest, "selective": dropped} if alone else {}
         return {
             policy: PolicyBytes(size, again_by_policy.get(policy, max(0.0, none - size)))

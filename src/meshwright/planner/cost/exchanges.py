@@ -38,8 +38,8 @@ def enter(
     With sp the input is gathered again in the backward pass, unless the `readers` are frozen. It is not either if f and
     g stand `alone`: before another reader too, or before quantized weights.
 
-    Meshwright's engine gathers the input beside the products of `readers`, piece by piece in the forward pass. It sums
-    the gradient beside the weight gradients, unless a split backward pass defers these.
+    Meshwright's engine gathers the input during the products of `readers`, piece by piece in the forward pass. It sums
+    the gradient during the weight gradients, unless a split backward pass defers these.
     """
     if local.tp == 1:
         return NO_EXCHANGES
@@ -59,7 +59,7 @@ def enter(
 def leave(local: LocalShape, writer: LayerOperation | None = None) -> Exchanges:
     """Return f* or g* after row-split matrices.
 
-    Meshwright's engine runs it beside the product of the `writer`, piece by piece, and gathers the gradient likewise.
+    Meshwright's engine runs it during the product of the `writer`, piece by piece, and gathers the gradient likewise.
     """
     if local.tp == 1:
         return NO_EXCHANGES
@@ -109,8 +109,8 @@ def exchange_passes(
     """Return the exchanges of `size_bytes` of rows to their experts and back.
 
     In the forward pass they stand before and behind the experts' operations, whose pieces hide both, in the backward
-    pass the other way round. In Meshwright's engine the shared experts' first product runs beside the one that arrives,
-    the rest beside the one that returns.
+    pass the other way round. In Meshwright's engine the shared experts' first product overlaps with the exchange that
+    arrives, the rest with the one that returns.
     """
     if local.ep == 1:
         return NO_EXCHANGES, NO_EXCHANGES

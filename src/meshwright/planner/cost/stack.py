@@ -44,7 +44,7 @@ class Stack:
     tensor_kept: float = 0.0
     """Copies of a whole hidden state that column-split products keep separately under tensor parallelism."""
     core_kept: float = 0.0
-    """Packed copies per query element that the attention core keeps beside queries, keys, values and output."""
+    """Packed copies per query element that the attention core keeps in addition to queries, keys, values and output."""
     activation_kept: float = 2.0
     """Beyond gate and up (or up): their product, input of the last matrix. 0 = recomputed, 4 = also silu(gate)."""
     shares_sequence: bool = False
@@ -58,7 +58,7 @@ class Stack:
     other one of these and the output of attention (torchtitan's policy per operation).
     """
     score_kept: float = 0.0
-    """Unfused attention: bytes per weight beside the softmax itself."""
+    """Unfused attention: bytes per weight in addition to the softmax itself."""
     logit_kept: float = 6.0
     """Bytes per logit from the forward to the backward pass of the head."""
     logit_peak: float = 10.0
@@ -103,8 +103,8 @@ class Stack:
     sharding: Literal["flat", "fully_shard"] = "flat"
     """flat: parameters are whole until ZeRO-3 and gradients until ZeRO-2, each in one buffer.
 
-    fully_shard: by tensor, with a rank's shards beside the whole ones. Gradients of a pipeline stage stay whole within
-    a step.
+    fully_shard: by tensor, with a rank's shards in addition to the whole ones. Gradients of a pipeline stage stay whole
+    within a step.
     """
     ends_apart: bool = False
     """Embedding with positions, and norm with head, are gathered and reduced as separate units if the head is not tied.
@@ -128,7 +128,7 @@ class Stack:
     host_s: float = 6e-6
     """Seconds in which the host launches one kernel. A layer takes at least its launches."""
     operation_s: float = 0.0
-    """Host seconds per operation beside its launches: Python, dispatch, autograd."""
+    """Host seconds per operation in addition to its launches: Python, dispatch, autograd."""
     stalls: float = 0.0
     """0 = the host runs so far ahead that a pass takes the longer of its launches and its kernels.
 
@@ -174,7 +174,7 @@ class Stack:
     hides_weights: float = 1.0
     """Share of the computation that hides ZeRO-3's gathers."""
     hides_beside: float = 1.0
-    """Share of the computation scheduled beside an exchange that hides it.
+    """Share of the computation scheduled during an exchange that hides it.
 
     An attention core while the next keys travel, weight gradients while input gradients are summed.
     """
@@ -205,7 +205,7 @@ class Stack:
     hides_sends: float = 1.0
     """Share of pipeline transfers that runs behind computation."""
     contention: float = 0.1
-    """Slowdown of computation beside a collective (streaming multiprocessors, memory)."""
+    """Slowdown of computation during a collective (streaming multiprocessors, memory)."""
     gradient_exchange_bytes: float = 0.0
     """Bytes of a gradient as it is reduced. 0 = as kept."""
     source: str = ""
@@ -235,7 +235,7 @@ def plain_code(stack: Stack, layout: Layout, width: int, *, compiled: bool) -> S
     """Return Meshwright's engine with its reference kernels, whose autograd keeps every intermediate tensor.
 
     Attention within a rank stores its S x S weights (kernels/attention/attend.py, attend_reference). The head keeps the
-    fp32 log-softmax of all tokens, beside which its backward pass computes two more (kernels/loss/cross_entropy.py).
+    fp32 log-softmax of all tokens, and its backward pass computes two more (kernels/loss/cross_entropy.py).
     Tensor-parallel ranks share the chunked head. Uncompiled, a norm keeps its input in fp32 and the normed input before
     the gain, and a gated MLP keeps silu(gate) and the product. `width` is the bytes of an activation.
     """
@@ -275,7 +275,7 @@ def graphed(stack: Stack) -> Stack:
 
 
 def serial(stack: Stack) -> Stack:
-    """Return Meshwright's engine with `layout.overlap=off`: nothing runs beside a collective, which slows nothing."""
+    """Return Meshwright's engine with `layout.overlap=off`: nothing overlaps with a collective, which slows nothing."""
     return replace(
         stack, hides_gradients=0.0, hides_weights=0.0, hides_beside=0.0, hides_tensor=0.0, hides_experts=0.0,
         contention=0.0,

@@ -1,6 +1,6 @@
 """Costs of a block's passes and of pipeline stages, for one micro-batch: seconds, and bytes kept.
 
-Seconds of a pass are those of its kernels, of the host's launches beside them, and of its exchanges. Blocks are counted
+Seconds of a pass are those of its kernels, of the host's launches meanwhile, and of its exchanges. Blocks are counted
 once for all layouts with the same local shape, and stages are sums of blocks.
 """
 
@@ -45,13 +45,13 @@ Alone = tuple[AloneWork, AloneWork, AloneWork]
 TimedOperation = tuple[LayerOperation, list[tuple[float, float]], list[tuple[float, bool]]]
 """One side of an operation in seconds, computed once for all passes that include it.
 
-Of each piece of work: (on the device, of the host's launches). Of each exchange: (seconds beside no computation, True
+Of each piece of work: (on the device, of the host's launches). Of each exchange: (exposed seconds, True
 if it is one of experts).
 """
 Policies = dict[str, MicroBatchCost]
 """Cost by recompute policy."""
 Timed = dict[int, Alone]
-"""Work of each operation by `id`, valid beside the operations themselves."""
+"""Work of each operation by `id`, valid as long as the operations exist."""
 HALVES = 64
 """Cached halves. More than the micro-batches of one cell."""
 
@@ -74,7 +74,7 @@ def ranks_of(layout: Layout, axis: str) -> tuple[int, int]:
 class BlockTime(NamedTuple):
     """Passes of a block over one micro-batch, before a recompute policy.
 
-    Each pair is (seconds, seconds of exchanges beside no computation). `again` and `norms` are the parts of the forward
+    Each pair is (seconds, exposed seconds of exchanges). `again` and `norms` are the parts of the forward
     pass that selective recomputation, and that of norms, repeats.
     """
 
@@ -160,7 +160,7 @@ def _slower(each: list[Alone], speeds: Speeds) -> float:
 
 
 def _host_seconds(block: LayerWork, local: LocalShape, speeds: Speeds) -> Triple:
-    """Return the host's seconds of a layer beside its kernels. Ranks that share a core take turns."""
+    """Return the host's seconds of a layer in addition to its kernels. Ranks that share a core take turns."""
     if not speeds.host or not block.boundary_bytes:
         return NOTHING
     routed = any(op.name == "dispatch" for op in block.operations)
@@ -172,7 +172,7 @@ def _host_seconds(block: LayerWork, local: LocalShape, speeds: Speeds) -> Triple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSeconds:
-    """Seconds of passes over operations: the device's kernels and exchanges beside the host's launches."""
+    """Seconds of passes over operations: the device's kernels and exchanges, and the host's launches meanwhile."""
 
     local: LocalShape
     links: Links
@@ -198,7 +198,7 @@ class PassSeconds:
     def pass_seconds(
         self, operations: list[TimedOperation], side: Side, later: Sequence[TimedOperation] = ()
     ) -> tuple[float, float]:
-        """Return (seconds, seconds of exchanges beside no computation) of a pass.
+        """Return (seconds, exposed seconds of exchanges) of a pass.
 
         `later`: the weight gradients that follow the input gradients.
         """

@@ -1,7 +1,7 @@
-"""Products with weight matrices, their gradients and memory passes, with adapters or rounded weights beside them.
+"""Products with weight matrices, their gradients and memory passes, with adapters or rounded weights.
 
-Adapters add thin products beside the matrices. Frozen matrices have no gradient, and tensors that only such gradients
-read are not kept. Without adapters nothing here changes a figure.
+Adapters add thin products to those with the matrices. Frozen matrices have no gradient, and tensors that only such
+gradients read are not kept. Without adapters nothing here changes a figure.
 
 Weights may be rounded in every product (recipe.fake_quantize). A rounded copy of each matrix is kept from forward to
 backward. Layers that are recomputed round theirs again, all of one layer at once. Each forward pass adds rounding
@@ -27,7 +27,7 @@ from meshwright.spec.weights.inventory import Parameter
 
 @dataclass(frozen=True, slots=True)
 class ThinWork:
-    """Work of the adapters beside one operation's matrices."""
+    """Work of the adapters on one operation's matrices."""
 
     forward: tuple[Work, ...] = ()
     inputs: tuple[Work, ...] = ()

@@ -28,11 +28,11 @@ class Exchange(NamedTuple):
     beside: tuple[Work, ...] = ()
     """Work that runs during the exchange."""
     within: tuple[Work, ...] = ()
-    """Work in as many pieces as there are calls. Each call runs beside all pieces but its own."""
+    """Work in as many pieces as there are calls. Each call overlaps with all pieces but its own."""
     share: float = 1.0
     """Share of that work that does."""
     first: tuple["Exchange", ...] = ()
-    """Exchanges beside the same work, which is assumed to hide them before this one."""
+    """Exchanges during the same work, which is assumed to hide them before this one."""
 
 
 class Exchanges(NamedTuple):

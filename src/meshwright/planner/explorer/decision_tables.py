@@ -41,7 +41,7 @@ class Domain:
         self._known: dict[tuple[Any, ...], frozenset[Any]] = {}
 
     def values(self, axis: str, state: Values) -> list[Any]:
-        """Return the ascending values of an axis that every relation allows beside those of `state`."""
+        """Return the ascending values of an axis that every relation allows together with those of `state`."""
         allowed = [self._allowed(n, axis, state) for n, relation in enumerate(self._relations) if axis in relation.axes]
         return sorted(frozenset.intersection(*allowed))
 

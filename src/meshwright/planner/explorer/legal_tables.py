@@ -16,7 +16,7 @@ from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.rules.legal import RULES, batch_refusals, divisors, position_refusals
 
 SEQUENCES = tuple(2**n for n in range(9, 18))
-"""Lengths of the control, beside the recipe's own."""
+"""Lengths of the control, in addition to the recipe's own."""
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 BATCHES = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)
 """Global batches of the control, times the recipe's own."""

@@ -24,7 +24,7 @@ BASES = 24
 TURNED = 6
 """Values of a control that are tried at each layout."""
 STEPS = (1, 2, 3, 8)
-"""Micro-batches of a step that are tried, beside those that the page can have."""
+"""Micro-batches of a step that are tried, in addition to those that the page can have."""
 DEGREES = ("tp", "sp", "cp", "pp", "vp", "ep", "dp_shard", "dp_replicate", "zero", "schedule", "recompute")
 AXES = (*DEGREES, "micro_batch", "count", "sequence")
 """Names of the axes. The batch of a step follows: micro-batch x ranks of data parallelism x their number."""

@@ -82,7 +82,7 @@ PREFILL: dict[str, float] = {
 }  # fmt: skip
 """Constants of causal prefill before a fit.
 rate: share of the data sheet's peak at heads of 128. dimN: share of that rate at heads of N.
-padding: keys that a tile computes beyond those it needs. tile_us: time of a tile beside its products.
+padding: keys that a tile computes beyond those it needs. tile_us: time of a tile in addition to its products.
 tail: share of the longest tile that the other processors wait for.
 memory: share of the bandwidth for queries, keys, values, outputs. row_us: of a thousand sequences x heads.
 """

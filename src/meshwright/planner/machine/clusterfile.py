@@ -5,7 +5,7 @@
     [provenance]        machine, date, versions, command: for people
     [stack]             costs of Meshwright's own software there: fields of planner.cost.stack.Stack
     [speeds.2]          for 2 ranks at once: scalars of planner.cost.speeds.Speeds, and grids of measured rates
-    [speeds.2.host]     seconds of a layer beside its kernels, if the host is the device: planner.cost.speeds.Host
+    [speeds.2.host]     seconds of a layer on top of its kernels, if the host is the device: planner.cost.speeds.Host
     [serving]           rates of the serving engine: planner.serving.engine_rates.EngineRates
     [links.2.ranks_2]   seconds of an exchange between 2 of them
 
@@ -133,7 +133,7 @@ def _read(document: dict[str, Any]) -> ClusterFile:
         raise ValueError(f"[speeds] has no table [speeds.N] for N ranks: {MENDING}")
     links = {_ranks("links", key): table for key, table in _table("links", document, {}).items()}
     if unknown := links.keys() - speeds.keys():
-        raise ValueError(f"[links.{min(unknown)}] has no [speeds.{min(unknown)}] beside it: {MENDING}")
+        raise ValueError(f"[links.{min(unknown)}] has no [speeds.{min(unknown)}] to go with it: {MENDING}")
     rates = {
         ranks: MeasuredRates(
             speeds=_speeds(f"speeds.{ranks}", device, table), links=_links(device, ranks, links.get(ranks))

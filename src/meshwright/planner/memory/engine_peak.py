@@ -9,7 +9,7 @@ next one is complete. A reduction copies a unit's gradients into one, which live
 fully_shard gathers and reduces units together (parallel/axes/data.py): the embedding, a block, in it experts that are
 spread over ranks, and the norm with the head.
 
-Each moment says what the schedule has in flight, and what the current pass needs beside it.
+Each moment says what the schedule has in flight, and what the current pass needs in addition.
 """
 
 from collections.abc import Collection, Iterator
@@ -416,7 +416,7 @@ class PipelineRank:
         """Yield the head: its matrix gradient is rounded, then kept or added to one, and perhaps reduced."""
         last, freed = self.units.last, cost.logits.kept_bytes - cost.logits.held_bytes
         gathers = last.parameters + self.units.block.parameters if self.gathers_per_pass else 0.0
-        # The new gradient stands beside all logits until it is rounded.
+        # The new gradient is held together with all logits until it is rounded.
         yield PassBytes(before, logits, last.made, gathers)
         if self.reduces_each:
             gradients = before + (0.0 if graded else last.share)
@@ -451,7 +451,7 @@ class PipelineRank:
     def _inside(self, cost: MicroBatchCost, reduced: float) -> tuple[float, float]:
         """Return (temporaries, buffers) at the worst place of a layer, if each micro-batch is reduced at once.
 
-        `reduced`: gradients copied when the pass arrived here. With ZeRO-3 the previous layer is gathered beside it.
+        `reduced`: gradients copied when the pass arrived here. With ZeRO-3 the previous layer is gathered meanwhile.
         Separate experts are reduced when the pass leaves them, and their copy stays until the rest is reduced.
         """
         units, block, experts = self.units, self.units.block, self.units.experts

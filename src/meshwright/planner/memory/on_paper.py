@@ -1,4 +1,4 @@
-"""Memory by the formulas of papers, row by row, beside what this engine keeps for the same operation.
+"""Memory by the formulas of papers, row by row, next to what this engine keeps for the same operation.
 
 Activations: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, of a GPT in 16 bit with dropout, b sequences of s
 positions, hidden size h and a heads: 34 s b h + 5 a s^2 b bytes per layer. Parameters of a GPT: h v + L (12 h^2 + 13 h)

@@ -378,7 +378,7 @@ def longest_wait(layers: StageLayers, name: str, ranks: int, virtual: int, m: in
     """Return what the busiest pipeline rank does and waits for in a step of `m` micro-batches, counted in layers.
 
     A rank waits for the forward passes of the stages before its first one. Their backward passes follow its own, unless
-    the schedule defers weight gradients and computes them beside the others.
+    the schedule defers weight gradients and computes them at the same time as the others.
     """
     stages, joint_backward = stages_of_ranks(name, ranks, virtual), int(name not in SPLIT)
     work = [[m * sum([layers[stage][kind] for stage in rank_stages]) for kind in (0, 1)] for rank_stages in stages]

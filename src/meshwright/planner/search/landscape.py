@@ -149,7 +149,7 @@ def _unbeaten_points(
 ) -> Iterator[LayoutPoint]:
     """Yield points of the region's layouts until the front beats the bounds of the rest."""
     layout = region.layout(*bounds.splits[0], base=bounds.base)
-    if estimator.shape.moe is None:  # the first split shares states most: the others hold no less beside buffers
+    if estimator.shape.moe is None:  # the first split shares states most: the others hold no less apart from buffers
         memory = estimator.memory(layout, estimator.likely_fullest(layout), exact=False)
         least_bytes = max(least_bytes, *(rank.total_bytes - rank.kinds["buffers"] for rank in memory))
     for split in bounds.splits:

@@ -1,7 +1,7 @@
 """A deployment: a model in some format on the GPUs of one engine, with the rules of its serving framework.
 
 A format gives the bytes of an element with its scales, and the precision of a product. A framework gives what is not
-arithmetic: the rules of its scheduler, and time beside the kernels.
+arithmetic: the rules of its scheduler, and time in addition to the kernels.
 """
 
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class Framework(NamedTuple):
     mixed_prompt_tokens: int = 0
     """Most tokens of prompts in a step that also decodes. 0 = all of the budget."""
     prompt_layer_us: float = 0.0
-    """Time of a layer with prompts, beside `layer_us` and its kernels."""
+    """Time of a layer with prompts, in addition to `layer_us` and its kernels."""
     cache_share: float = 1.0
     """Share of the memory it takes, beyond all other needs, that keys and values get."""
     sequences: int = 0
@@ -77,7 +77,7 @@ MESHWRIGHT = Framework(
     fuses=False,
     reserve=1.0,
 )
-"""Meshwright's own engine, without a server. A calibrated machine adds the time of a layer beside its kernels."""
+"""Meshwright's own engine, without a server. A calibrated machine adds the time of a layer on top of its kernels."""
 
 
 def meshwright_on(device: Device, hidden: int) -> Framework:
@@ -199,7 +199,7 @@ class Deployment:
     drafted: int = 0
     """Tokens that extra layers draft in each step (multi-token prediction). 0 = none."""
     adapters: int = 0
-    """Number of adapters held beside the model, each of shape `adapter`."""
+    """Number of adapters held in addition to the model, each of shape `adapter`."""
     adapter: LoRAShape | None = None
     per_node: int = 8
     """Devices that fast links join."""

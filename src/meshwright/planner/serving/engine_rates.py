@@ -7,7 +7,7 @@ from meshwright.planner.kernels.fitted_kernel import RateGrid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRates:
-    """Rates of one process, fp32. The time of a step beside its products and its attention follows from them."""
+    """Rates of one process, fp32. The time of a step apart from its products and its attention follows from them."""
 
     step_s: float
     """Time of any step: scheduler, tables."""

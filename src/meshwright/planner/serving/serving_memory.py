@@ -25,7 +25,7 @@ class ServingMemory:
     activations_bytes: float
     """Bytes of the largest step."""
     adapters_bytes: float
-    """Bytes of all adapters beside the model."""
+    """Bytes of all adapters on top of the model."""
     graphs_bytes: float
     """Bytes of the CUDA graphs of Meshwright's engine. Those of others are in the unusable memory."""
     copies_bytes: float
@@ -112,7 +112,7 @@ def adapters_bytes(deployment: Deployment) -> float:
 
 
 def copies_bytes(deployment: Deployment, width: float = 4.0) -> float:
-    """Return the bytes of matrices in another order beside fp32 weights, of one rank.
+    """Return the bytes of matrices in another order, held in addition to fp32 weights, of one rank.
 
     They are those of attention, MLPs and the head, which Meshwright's engine keeps on a CPU with a C compiler. Experts
     have none. `width`: bytes of an element in that order, 2 if all values are exact in bf16.

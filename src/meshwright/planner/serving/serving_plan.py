@@ -32,7 +32,7 @@ class ServingRequest:
     concurrency: int
     """Requests in flight on the whole cluster."""
     adapters: int = 0
-    """Number of adapters beside the model, each of shape `adapter`, as in Deployment."""
+    """Number of adapters on top of the model, each of shape `adapter`, as in Deployment."""
     adapter: LoRAShape | None = None
 
     @property

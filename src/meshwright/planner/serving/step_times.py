@@ -178,7 +178,7 @@ class StepTimes:
         self._chunks: dict[tuple[float, float], float] = {}
 
     def prefill_s(self, chunks: Sequence[tuple[float, float]], batch: float = 0.0, context: float = 0.0) -> float:
-        """Return the time of a step with chunks, (new tokens, tokens read before) each, beside `batch` sequences."""
+        """Return the time of a step with chunks, (new tokens, tokens read before) each, next to `batch` sequences."""
         tokens = sum(new for new, _ in chunks)
         kernels = self.on_grid(self._layers, tokens + batch, self._linear)
         kernels += sum(self.chunk_s(new, start) for new, start in chunks)

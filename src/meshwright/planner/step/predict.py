@@ -182,7 +182,7 @@ class Estimator:
                     # A ZeRO-3 teacher in a pipeline keeps shards and is gathered only for its own passes.
                     kind = "shards" if layout.zero == 3 and layout.pp > 1 else "parameters"
                     kinds[kind] += held_bytes(teacher, layout, rank)
-            if recipe.noise_scale_every:  # each micro-batch's gradients exist beside the sum of earlier ones
+            if recipe.noise_scale_every:  # each micro-batch's gradients exist in addition to the sum of earlier ones
                 state.step["gradients"] *= 2
             memory = rank_memory(
                 layout, self.stack, m, stages, state, rank,
@@ -208,7 +208,7 @@ class Estimator:
         return states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype, storage=recipe.storage)
 
     def _host_kinds(self, layout: Layout, rank: int) -> dict[str, float]:
-        """Return what a CPU's memory holds beside the program's tensors.
+        """Return what a CPU's memory holds in addition to the program's tensors.
 
         The tokens of this and the next step, and the copy from which a thread writes checkpoints. On a GPU tokens are
         less than a thousandth.
@@ -280,8 +280,8 @@ class Estimator:
     def _gathered(self, layout: Layout, state: States) -> float:
         """Return the bytes that ZeRO-3 of other software holds gathered.
 
-        The ends stay whole from the first forward to the last backward pass. Beside them are two blocks, since the next
-        is gathered early, and one block's gradients with the buffer from which they are reduced.
+        The ends stay whole from the first forward to the last backward pass. In addition there are two blocks, since
+        the next is gathered early, and one block's gradients with the buffer from which they are reduced.
         """
         if layout.dp * layout.cp == 1 or layout.zero < 3 or (layout.pp > 1 and self.stack.sharding != "flat"):
             return 0.0

@@ -11,7 +11,7 @@ grouped by software, dense or mixture of experts, and nodes. `evaluation/error_t
 `python -m evaluation.leaderboard --write` writes the file. Software without rows, such as Meshwright's engine, uses the
 rows of all others together.
 
-A budget is given with the global batch beside the critical one. Beyond the critical batch size, twice the batch no
+A budget is given with the global batch and the critical one. Beyond the critical batch size, twice the batch no
 longer halves the steps (McCandlish et al. 2018, arXiv:1812.06162). Kaplan et al. 2020 (arXiv:2001.08361), eq. 5.3:
 B_crit(L) = 2e8 tokens / L^(1 / 0.21) for a loss of L nats per token. The loss that a model reaches: Hoffmann et al.
 2022 (arXiv:2203.15556), eq. 10: L = 1.69 + 406.4 / N^0.34 + 410.7 / D^0.28. Both are fits on other texts and
@@ -53,7 +53,7 @@ TOKENS_PER_PARAMETER = 20.0
 """Default budget (Hoffmann et al. 2022)."""
 SECONDS_PER_DAY = 86_400.0
 QUANTILES_FILE = "data/error_quantiles.json"
-"""Path beside this module."""
+"""Path relative to this module."""
 RANGE_LEVEL = 0.9
 """Share of the runs that a range is meant to hold."""
 LIKELY = 0.95

@@ -64,7 +64,7 @@ class SharedCosts:
     document_tokens: float = 0.0
     """Mean length of the document of a token, so that long ones weigh more. 0 = documents fill their rows."""
     teacher: "SharedCosts | None" = None
-    """Costs of a teacher beside the model."""
+    """Costs of a teacher that runs along with the model."""
 
     @property
     def gpu(self) -> bool:
@@ -115,7 +115,7 @@ class SharedCosts:
         return graphed(stack) if layout.cuda_graphs == "on" and self.gpu else stack
 
     def pass_terms(self, layout: Layout) -> PassTerms:
-        """Return the terms that rules about passes take beside the layout."""
+        """Return the terms that rules about passes take in addition to the layout."""
         taught = None if self.teacher is None else self.teacher.beside_student(layout)
         return PassTerms(layout.micro_batch_of(self.recipe.global_batch), taught)
 
@@ -449,7 +449,7 @@ def least_ahead_s(teacher: SharedCosts, layout: Layout, micro_batches: int) -> f
 def with_cache(memory: RankMemory, shape: ModelShape, recipe: Recipe, layout: Layout) -> RankMemory:
     """Return the memory of a rank whose student generates samples.
 
-    If that is more, it is the cache of keys and values beside the states, without gradients. Transient memory of a
+    If that is more, it is the cache of keys and values on top of the states, without gradients. Transient memory of a
     sampling step is ignored: some rows of one layer.
     """
     if not recipe.distillation_on_policy:

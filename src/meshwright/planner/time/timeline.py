@@ -124,7 +124,7 @@ def step_time(
         )
     weights, gradients = _data_parallel(layout, stack, m, costs, sharing, behind, edges)
     whole_s = _data_parallel_s(layout, m, sharing, edges)
-    # What is hidden is not free: kernels beside it run slower.
+    # What is hidden is not free: kernels that run meanwhile are slower.
     slowed = stack.contention * max(0.0, whole_s - weights - gradients)
     return StepTime(
         compute_s=busy - exchange - offload + slowed,
@@ -143,7 +143,7 @@ def least_s(name: str, ranks: int, virtual: int, micro_batches: int, stages: Seq
     """Return a lower bound of the seconds of any play of the schedule. Exact for equal stages except with DualPipe.
 
     Each rank waits for the forward passes of the stages before its first one, does all its work, and is followed by
-    their backward passes. Work that a split backward pass has left by then runs beside them. Also, one micro-batch
+    their backward passes. Work that a split backward pass has left by then overlaps with them. Also, one micro-batch
     passes all stages twice.
     """
     split, m = name in SPLIT, micro_batches

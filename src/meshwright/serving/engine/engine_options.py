@@ -46,7 +46,7 @@ class EngineOptions:
     0 = 1 GiB on a CPU, and on a GPU `memory_share` of its free memory.
     """
     memory_share: float = MEMORY_SHARE
-    """Share of a GPU's memory for keys and values, of what is free beside weights, CUDA graphs and the largest step.
+    """Share of a GPU's memory for keys and values, of what weights, CUDA graphs and the largest step leave free.
 
     It is measured when the engine starts, and not used with `cache_bytes`.
     """
@@ -119,7 +119,7 @@ class EngineOptions:
     run_ahead: bool | None = None
     """Launch a step before the tokens of the one before it are read, so the device need not wait for the host.
 
-    None = on a GPU. Steps still wait beside answers with a schema, regex, penalties or beams, with `speculation`, on
+    None = on a GPU. Steps still wait while answers have a schema, regex, penalties or beams, with `speculation`, on
     several ranks, and when the cache is short of blocks. Answers differ by rounding at most.
     """
     warm_start: bool = True

@@ -72,7 +72,7 @@ class CacheRoom:
     """Memory of a GPU for keys and values, in bytes."""
 
     free_bytes: int
-    """Free beside weights and libraries."""
+    """Left free by weights and libraries."""
     step_bytes: int
     """Peak of the largest step."""
     graphs_bytes: int
@@ -87,7 +87,7 @@ class CacheRoom:
 
     def __str__(self) -> str:
         return (
-            f"{gib(self.free_bytes)} are free beside the weights; the largest step takes {gib(self.step_bytes)} and "
+            f"the weights leave {gib(self.free_bytes)} free; the largest step takes {gib(self.step_bytes)} and "
             f"CUDA graphs {gib(self.graphs_bytes)}; keys and values have {gib(self.cache_bytes)}, {self.share:.0%} of "
             "the rest"
         )
@@ -113,7 +113,7 @@ def measure_room(
         try:
             peaks = _largest_steps(memory, runner, setup)
         except torch.OutOfMemoryError as error:
-            raise DoesNotFit(f"the largest step does not fit beside the weights: take {SMALLER} ({error})") from None
+            raise DoesNotFit(f"the largest step does not fit next to the weights: take {SMALLER} ({error})") from None
         steps.append(max(peaks))
         if setup.graphs != off and not reason_without(runner.model, runner.cache, ranks):
             blocks = 1 + setup.sequences * _blocks(setup, setup.longest)

@@ -160,7 +160,7 @@ class Scheduler:
                 budget -= 1
             elif sequence.phase is Phase.RUNNING and self._grow(sequence, 1, step):
                 budget -= 1
-        spare = 0  # budget that prompts may not use beside decoding sequences, but guesses may
+        spare = 0  # budget that prompts may not use next to decoding sequences, but guesses may
         if step.chunks and budget > self.prompt_tokens:
             budget, spare = self.prompt_tokens, budget - self.prompt_tokens
         for sequence in prompts:
@@ -264,7 +264,7 @@ class Scheduler:
         return count if self._grow(sequence, count, step) else 0
 
     def _fitting_prefix(self, sequence: CachedSequence) -> tuple[list[int], list[bytes]] | None:
-        """Return the cached prefix of a sequence if all of its tokens fit beside the running ones, else None.
+        """Return the cached prefix of a sequence if all of its tokens fit together with the running ones, else None.
 
         Alone it may also take the blocks of the watermark.
         """
@@ -298,7 +298,7 @@ def _rank(sequence: CachedSequence) -> tuple[int, int]:
 
 
 def check_budget(most_tokens: int, most_sequences: int) -> None:
-    """Raise ArgumentError when a step has no room for prompts beside the sequences that run at once."""
+    """Raise ArgumentError when a step has no room for prompts in addition to the sequences that run at once."""
     if not 1 <= most_sequences < most_tokens:
         raise ArgumentError(
             "most_tokens",

@@ -213,7 +213,7 @@ class ServingEngine:
 
     @property
     def graphs_bytes(self) -> int:
-        """Memory that CUDA graphs of model and draft model hold so far, beside weights and cache."""
+        """Memory that CUDA graphs of model and draft model hold so far, in addition to weights and cache."""
         draft = self._loop.draft
         runners = [self._loop.runner, *([draft.runner] if draft is not None else [])]
         return sum(runner.graphs.bytes for runner in runners if runner.graphs is not None)

@@ -123,7 +123,7 @@ class StepGraphs:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the pool of all graphs, and of the memory beside it."""
+        """Bytes of the pool of all graphs, and of the memory outside it."""
         return self._memory.bytes + self.graphs.capture.bytes
 
     def round_up(self, rows: int) -> int:

@@ -10,7 +10,7 @@ gradients are reduced). "update" is when the optimizer runs, after all reduction
     3      1 / n                 1 / n       1 / n                           1 / n
 
 n ranks share a parameter: dp_shard x cp, and for experts those of them that hold the same ones. fully_shard keeps a
-rank's shard beside the whole copy ("shards"). For 16-bit weights this shard is their fp32 masters
+rank's shard in addition to the whole copy ("shards"). For 16-bit weights this shard is their fp32 masters
 (`shards_are_masters`). All ranks get equally many rows, the last ones padded. Experts fewer than n are cut inside
 instead (`boxes.sharded_dim`). Under a pipeline ZeRO 2 and 3 act as ZeRO 1 within the step (docs/parallel.md).
 

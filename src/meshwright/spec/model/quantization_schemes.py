@@ -82,8 +82,8 @@ class Scheme:
     activations: Activations = "same"
     """Rounding of a product's input, with a scale per token. `same` = none."""
     weight_share: Sharing = "row"
-    """Weights that share a scale, beside `group`. One of a whole matrix is stored for each output, so that every file
-    and every product reads it like those of rows."""
+    """Weights that share a scale, in addition to `group`. One of a whole matrix is stored for each output, so that
+    every file and every product reads it like those of rows."""
     activation_share: Sharing = "row"
     """Rounded activations that share a scale. With `tensor`, a token's answer depends on the others in its batch."""
     activation_zeros: bool = False
@@ -165,7 +165,7 @@ class Scheme:
 
     @property
     def trains_beside(self) -> bool:
-        """Adapters can be trained beside such weights.
+        """Adapters can be trained on such weights.
 
         Either products take restored weights and unrounded inputs, so the gradient of an input matches the forward
         pass. Or the scheme is LLM.int8() with outliers of the batch in 16 bits, whose gradient is that of the restored
@@ -334,7 +334,7 @@ FORM = re.compile(r"(?P<kind>int|nf|fp)(?P<bits>\d)-(g(?P<group>\d+)|rows)-(?P<z
 
 
 LLM_INT8 = replace(SCHEMES["llm-int8"], scales="float32", outliers="threshold")
-"""Format of frozen matrices beside adapters, as in bitsandbytes, with outliers found in the current batch."""
+"""Format of frozen matrices under adapters, as in bitsandbytes, with outliers found in the current batch."""
 
 
 @lru_cache(maxsize=64)

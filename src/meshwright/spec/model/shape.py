@@ -59,7 +59,7 @@ class LoRAShape:
         if self.base != SAME_BASE and (self.scheme is None or not self.scheme.trains_beside):
             bases = [name for name in SCHEMES if (scheme := find_scheme(name)) and scheme.trains_beside]
             raise PlanError(
-                f"model.lora.base={printable(self.base)} is no format beside which adapters can be trained: take "
+                f"model.lora.base={printable(self.base)} is no format on which adapters can be trained: take "
                 f"same, {', '.join(bases)}, or a layout as int4-g128-zeros-fp16"
             )
         matrices = [name for names in TARGET_GROUPS.values() for name in names]
@@ -417,7 +417,7 @@ class ModelShape:
 
     @property
     def freezes_head(self) -> bool:
-        """The head has no gradient: beside adapters, unless it is trained whole."""
+        """The head has no gradient: under adapters, unless it is trained whole."""
         return self.lora is not None and not (self.unbuilt and "head" in self.unbuilt.whole)
 
     @property

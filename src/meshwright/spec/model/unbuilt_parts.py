@@ -124,12 +124,12 @@ class LinearAttention:
 
 
 WHOLE = ("embedding", "head")
-"""Matrices that may be trained whole beside adapters."""
+"""Matrices that may be trained whole in addition to adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnbuiltParts:
-    """Parts of blocks beside, or in place of, those of docs/notation.md. A field at its default is absent."""
+    """Parts of blocks in addition to, or in place of, those of docs/notation.md. A field at its default is absent."""
 
     norms: Literal["before", "after", "both", "stream"] = "before"
     """Position of the norms of a block's two halves: behind them in OLMo 2, on both sides in Gemma 2 and 3, on the
@@ -157,7 +157,7 @@ class UnbuiltParts:
     """Further tokens, each predicted by a module behind the last layer: a block like it, a projection of its input and
     the next token's embedding, and the head once more (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
     sinks: bool = False
-    """A trained number for each query head stands beside its scores (GPT-OSS)."""
+    """A trained number for each query head joins its scores (GPT-OSS)."""
     router_bias: bool = False
     """Biases of the router's logits."""
     expert_bias: bool = False
@@ -175,8 +175,8 @@ class UnbuiltParts:
     centred_norm: bool = False
     """The weight of a norm is 1 + what is trained."""
     whole: str = ""
-    """Beside adapters, matrices that are trained whole in a copy of their own: embedding, head, or both with a comma
-    (PEFT's modules_to_save)."""
+    """In addition to adapters, matrices that are trained whole in a copy of their own: embedding, head, or both with a
+    comma (PEFT's modules_to_save)."""
 
     def __post_init__(self) -> None:
         if not 0 < self.rotary_share <= 1:
@@ -228,7 +228,7 @@ class UnbuiltParts:
         if self.routed_every > 1:
             yield "dense layers between routed ones"
         if self.whole:
-            yield f"{self.whole.replace(',', ' and ')} trained whole beside adapters"
+            yield f"{self.whole.replace(',', ' and ')} trained whole in addition to adapters"
         words = {
             "long_rope": "LongRoPE", "gated_attention": "gated attention", "sinks": "attention sinks",
             "router_bias": "biases of routers", "expert_bias": "biases of experts",

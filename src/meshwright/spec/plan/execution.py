@@ -29,7 +29,7 @@ CPU_TOKENS, CPU_SEQUENCES, CPU_CACHE_BYTES = 512, 64, 2**30
 GPU_SEQUENCES = 256
 """Answers that a GPU makes at once. They share one read of the weights per step."""
 MEMORY_SHARE = 0.9
-"""Share of a GPU's memory for keys and values, of that free beside weights, CUDA graphs and the largest step. The rest
+"""Share of a GPU's memory for keys and values, of that left free by weights, CUDA graphs and the largest step. The rest
 is for fragmentation, adapters loaded later, and libraries."""
 TILE_ELEMENTS = 128 * 256
 """Elements of a product that one processor of a GPU computes at a time: the tile of cuBLAS's fastest bf16 kernels."""
@@ -54,7 +54,7 @@ def step_tokens(processors: int, hidden: int, sequences: int = GPU_SEQUENCES) ->
 
 SPLIT = 256
 """Positions per program of the row-wise attention kernel. Small enough to occupy the GPU with one row of 8,192
-positions, large enough that partial results take little memory beside keys."""
+positions, large enough that partial results take little memory compared with keys."""
 WIDEST = 256
 """Widest heads that this kernel supports. Models with wider ones have no graphs."""
 FINE = 8

@@ -107,7 +107,7 @@ class Data:
     mixture: tuple[MixtureSource, ...] = ()
     """Several sources in place of `path`: {path, weight} each. Weights are shares of trained tokens, or of pairs."""
     tokenizer: str = "auto"
-    """`auto` = tokenizer.json beside the data, else the shipped BPE; `bytes`; `bpe:4096` = train one; or a path."""
+    """`auto` = tokenizer.json next to the data, else the shipped BPE; `bytes`; `bpe:4096` = train one; or a path."""
     text_field: str = "text"
     """Field of .jsonl and .parquet rows."""
     validation: float = 0.02
@@ -122,7 +122,7 @@ class Data:
     form: Literal["text", "samples"] = TEXT
     """`text`: train on whole texts, in windows; `samples`: rows with messages or prompts, whose answers are trained."""
     template: str = "auto"
-    """Fine-tuning: the chat template; `auto` = the one beside the tokenizer, else headings; `chatml`, `llama-3`,
+    """Fine-tuning: the chat template; `auto` = the one next to the tokenizer, else headings; `chatml`, `llama-3`,
     `llama-2`, `mistral`, `mistral-v1`, `deepseek-v3`; or a Jinja file."""
     train_on: str = "auto"
     """Fine-tuning: `auto` = answers; `last` = the last answer of a conversation; `all`; or roles, such as
@@ -166,7 +166,7 @@ class Data:
     def _check_mixture(self) -> None:
         if self.path not in ("", STDLIB):
             raise PlanError(f"data.path={self.path} and data.mixture: give one of them")
-        # The default path is no request beside a mixture.
+        # Where there is a mixture, the default path is no request.
         object.__setattr__(self, "path", "")
         whole = sum(source.weight for source in self.mixture)
         for source in self.mixture:
@@ -232,7 +232,7 @@ class Plan:
     run: str = "runs/auto"
     """The run folder, where everything is written; `auto` as its last part = a new one, `runs/DATE-MODEL`."""
     store: Store = Store()
-    """The place of checkpoints beside the run folder: a URL, or a URL with more settings."""
+    """The place of checkpoints in addition to the run folder: a URL, or a URL with more settings."""
     recipe: Recipe = field(default_factory=Recipe)
     """Settings that may change the loss curve."""
     layout: Layout = field(default_factory=Layout)
@@ -302,7 +302,7 @@ class Plan:
 
     @property
     def online_teacher(self) -> ModelShape | None:
-        """Teacher that runs beside the model in every step. None = none, or one that is asked once, before the run."""
+        """Teacher that runs in every step of the model. None = none, or one that runs once, before the training."""
         return self.teacher if self.recipe.traits.teacher and not self.recipe.distillation_top_k else None
 
     @property

@@ -1,4 +1,4 @@
-"""Presets: published models and known devices, as data. Every number stands in a TOML file beside its source.
+"""Presets: published models and known devices, as data. Every number is in a TOML file, next to its source.
 
 To add a model or a device, add a table to a file of `models/` or `devices/`. Nothing else changes.
 """

@@ -32,7 +32,7 @@ class ObjectiveTraits:
     smooths: bool = False
     """It supports recipe.preference_smoothing."""
     figures: tuple[str, ...] = ()
-    """Names of the figures reported beside the loss."""
+    """Names of the figures reported in addition to the loss."""
 
 
 TRAITS: dict[ObjectiveName, ObjectiveTraits] = {
@@ -184,8 +184,8 @@ class Recipe:
     distillation_hard: float = 0.0
     """distill: weight of the cross-entropy of the text itself; the divergence has 1 minus this weight."""
     distillation_top_k: int = 0
-    """distill: 0 = the teacher runs beside the student; else it runs once beforehand, and this many of its likeliest
-    successors of each token are stored on disk, with the total probability of all others."""
+    """distill: 0 = the teacher runs along with the student; else it runs once beforehand, and this many of its
+    likeliest successors of each token are stored on disk, with the total probability of all others."""
     distillation_on_policy: float = 0.0
     """distill: share of steps in which the student writes the answers that the teacher scores (GKD's lambda)."""
     distillation_sampling: float = 1.0

@@ -518,7 +518,7 @@ def _vocabularies(student: ModelShape, teacher: ModelShape, layout: Layout, *, d
 
 
 def teacher_layout(layout: Layout, teacher: ModelShape) -> Layout:
-    """Return the layout of a teacher that runs beside the student.
+    """Return the layout of a teacher that runs along with the student.
 
     A teacher has neither gradients nor optimizer states, so ZeRO 1 and 2 leave it whole, and it stores nothing for a
     backward pass. In a pipeline it uses the student's ranks with its own layers dealt evenly. Its last stage is on the

@@ -95,9 +95,9 @@ def fake_quantization_refusals(shape: ModelShape, recipe: Recipe, layout: Layout
         return
     yield from _cut_groups(shape, recipe.fake_quantize, layout, setting)
     if shape.lora is not None:
-        # Offer codes beside the adapters, if the scheme can hold them.
+        # Offer codes under the adapters, if the scheme can hold them.
         beside = SCHEMES[recipe.fake_quantize].trains_beside
-        held = f"model.lora.base={recipe.fake_quantize}, which holds them as codes beside the adapters, or "
+        held = f"model.lora.base={recipe.fake_quantize}, which holds them as codes under the adapters, or "
         yield f"{setting} trains the matrices that are rounded, and model.lora freezes them: take {held * beside}{off}"
     if recipe.products != "same":
         yield f"{setting} and recipe.products={recipe.products} both round weights: take recipe.products=same, or {off}"

@@ -49,7 +49,7 @@ class Parameter:
     """Used within attention, an MLP or a mixture of experts. A tp rank there computes with its own heads, columns or
     experts only, or adds the bias for all."""
     trained: bool = True
-    """It has a gradient and optimizer states. False = frozen, beside adapters."""
+    """It has a gradient and optimizer states. False = frozen, under adapters."""
     scheme: str = ""
     """Name in spec/model/quantization_schemes.py of a frozen matrix that is held as codes and scales. Empty = plain
     numbers."""
@@ -119,7 +119,7 @@ def _adapter(matrix: Parameter, lora: LoRAShape) -> Iterator[Parameter]:
 
 
 def adapter_prefix(name: str) -> str:
-    """Return the name prefix of an adapter's parts, beside a layer's weight or a stack of experts."""
+    """Return the name prefix of an adapter's parts, on a layer's weight or a stack of experts."""
     return name.removesuffix(".weight") + (".lora." if name.endswith(".weight") else "_lora.")
 
 

@@ -26,7 +26,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Option to write, with its meaning beside it."""
+    """Option to write, with its meaning next to it."""
 
     key: str
     value: Any
@@ -80,7 +80,7 @@ ASKED = frozenset({
     "accumulation", "devices", "global_batch", "local_batch", "micro_batch", "nodes", "sequence",
     "steps",
 })  # fmt: skip
-"""Facts that the user may pass beside a file."""
+"""Facts that the user may pass in addition to a file."""
 OUTSIDE = "$"
 """First character of a value that a script takes from outside: an argument, or a variable that it does not set."""
 Form = Literal["yaml", "json", "toml", "shell", "python"]

@@ -286,7 +286,7 @@ def _words(line: str, number: int) -> Iterator[str]:
 
 
 def _split(line: str, number: int) -> list[str]:
-    # Parentheses of arrays and subshells would stick to the words beside them.
+    # Parentheses of arrays and subshells would stick to the words next to them.
     lexer = shlex.shlex(line.replace("(", " ").replace(")", " "), posix=True, punctuation_chars=False)
     lexer.whitespace_split, lexer.commenters = True, "#"
     try:

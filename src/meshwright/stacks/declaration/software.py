@@ -81,7 +81,7 @@ class TrainingSoftware:
     shape: Callable[[Facts], ModelShape | None] = lambda facts: None
     """Model that facts name. None = the software has no names of its own, or the file none of them."""
     trained_shape: Callable[[ModelShape], ModelShape] = lambda shape: shape
-    """Model with the parts that this software trains beside it."""
+    """Model with the parts that this software trains in addition."""
     launch: Callable[[Plan], LaunchCommand]
     binds_devices: bool = False
     """True if its files fix the number of devices of a run, and a step's batch covers all of them."""

@@ -1,4 +1,4 @@
-"""accelerate: its file for FSDP2, beside run_clm.py of transformers. Files of LLaMA-Factory are read, not written."""
+"""accelerate: its file for FSDP2, and run_clm.py of transformers. Files of LLaMA-Factory are read, not written."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -277,7 +277,7 @@ def _launch(plan: Plan) -> LaunchCommand:
         command='accelerate launch --config_file "$HERE/accelerate.yaml" --machine_rank $NODE_RANK '
         '--main_process_ip $HEAD --main_process_port $PORT run_clm.py "$HERE/run_clm.json"',
         before=('cd "$HERE"',),
-        yours=("DATASET", "learning rate and its schedule", "run_clm.py of transformers, beside these files"),
+        yours=("DATASET", "learning rate and its schedule", "run_clm.py of transformers, next to these files"),
     )
 
 

@@ -33,7 +33,7 @@ YAML = ConfigFile(
         Option(key="max_steps", fact="steps", meaning="optimizer steps: yours to choose"),
         Option(key="adapter", fact="adapter", meaning="low-rank adapters in place of the weights"),
         Option(key="lora_r", fact="lora_rank", meaning="rank of adapters"),
-        Option(key="lora_target_linear", fact="lora_every", meaning="adapters beside every matrix of a block"),
+        Option(key="lora_target_linear", fact="lora_every", meaning="adapters on every matrix of a block"),
         *ADAPTER_OPTIONS,
         Option(key="deepspeed", fact="deepspeed_file", meaning="file of DeepSpeed, which shards in FSDP's place"),
         Option(key="fsdp", fact="fsdp_words", meaning="words of FSDP 1"),

@@ -1,4 +1,4 @@
-"""DeepSpeed: its JSON, and the arguments of transformers' run_clm.py beside it."""
+"""DeepSpeed: its JSON, and the arguments of transformers' run_clm.py."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ JSON = ConfigFile(
         Option(key="optimizer.type", fact="optimizer_type", words={"adamw": "AdamW", "adam": "Adam"},
                meaning="AdamW with two fp32 states"),
         Option(key="zero_optimization.overlap_comm", fact="overlaps",
-               meaning="reductions run beside the backward pass"),
+               meaning="reductions overlap with the backward pass"),
         Option(key="communication_data_type", fact="travels", words={"fp32": "fp32", "fp16": "fp16", "bf16": "bfp16"},
                meaning="what gradients travel as"),
     ),
@@ -87,7 +87,7 @@ CHAT = as_shell(ConfigFile(
         "print_loss", "lora_module_name", "lora_learning_rate", "master_port", "num_gpus", "num_nodes",
         "add_eot_token", "eval_interval", "eval_iters",
     ),
-    refused={"lora_dim": "trains adapters, and embeddings and norms whole beside them",
+    refused={"lora_dim": "trains adapters, and embeddings and norms whole as well",
              "compute_fp32_loss": "keeps logits in fp32"},
     bounded={"offload": f"keeps parameters and optimizer states {hf.ON_HOST}"},
     marks=("zero_stage",),
@@ -160,7 +160,7 @@ def _launch(plan: Plan) -> LaunchCommand:
     return LaunchCommand(
         command='torchrun $TORCHRUN run_clm.py "$HERE/run_clm.json"',
         before=('cd "$HERE"  # run_clm.json names deepspeed.json',),
-        yours=("DATASET", "learning rate and its schedule", "run_clm.py of transformers, beside these files"),
+        yours=("DATASET", "learning rate and its schedule", "run_clm.py of transformers, next to these files"),
     )
 
 
@@ -172,7 +172,7 @@ DEEPSPEED = TrainingSoftware(
     reasons={**hf.REASONS, "tp": "its configuration has data parallelism alone",
              "cp": "its configuration has data parallelism alone"},
     split_refusal=split_refusal,
-    files=(JSON, replace(hf.RUN_CLM, fixed={**hf.RUN_CLM.fixed, "deepspeed": ("deepspeed.json", "the file beside")},
+    files=(JSON, replace(hf.RUN_CLM, fixed={**hf.RUN_CLM.fixed, "deepspeed": ("deepspeed.json", "the other file")},
                          ignored=(*hf.RUN_CLM.ignored, "deepspeed"))),
     facts=_facts,
     resolve=resolve,

@@ -37,7 +37,7 @@ ADAPTER_OPTIONS = (
     Option(key="lora_target_modules", fact="lora_targets", also=("lora_target",), meaning="matrices with adapters"),
     Option(key="lora_dropout", fact="lora_dropout", meaning="share of their input that is set to 0"),
     Option(key="lora_modules_to_save", fact="whole_matrices", also=("additional_target",),
-           meaning="matrices that are trained whole beside them"),
+           meaning="matrices that are trained whole in addition"),
     Option(key="use_dora", fact="dora", also=("peft_use_dora",), meaning="lengths of rows are trained apart"),
     Option(key="load_in_4bit", fact="base_4bit", meaning="frozen matrices in 4 bits"),
     Option(key="load_in_8bit", fact="base_8bit", meaning="frozen matrices in 8 bits"),
@@ -74,14 +74,14 @@ def adapter_objections(facts: Facts) -> Iterator[str]:
         yield f"adapter={kind} trains other parameters than low-rank adapters, which is not counted: take lora"
     coded = _on(facts, "base_4bit") or _on(facts, "base_8bit") or facts.get("base_bits")
     if coded and not is_adapted(facts):
-        yield "matrices of 4 or 8 bits are not trained: name an adapter beside load_in_4bit or load_in_8bit"
+        yield "matrices of 4 or 8 bits are not trained: name an adapter in addition to load_in_4bit or load_in_8bit"
     unknown = [] if not is_adapted(facts) or _targets(facts) == "all" else _unknown(facts)
     if unknown:
         yield f"adapters of {', '.join(unknown)} are not counted: take names of {', '.join(MATRICES)}"
     if is_adapted(facts) and (others := [name for name in _whole(facts) if name not in WHOLE]):
         yield (
-            f"{', '.join(others)} are trained whole beside adapters, which needs more memory than is counted: take "
-            f"names of {', '.join(WHOLE)}, or leave them out"
+            f"{', '.join(others)} are trained whole in addition to adapters, which needs more memory than is counted: "
+            f"take names of {', '.join(WHOLE)}, or leave them out"
         )
 
 
@@ -251,7 +251,7 @@ OWN_PARTS = dict.fromkeys(
     ),
     "is of a model of images",
 )
-"""Keys of scripts that have the Trainer's arguments beside their own."""
+"""Keys of scripts that have the Trainer's arguments in addition to their own."""
 RUN_CLM = ConfigFile(
     name="run_clm.json",
     form="json",
@@ -304,7 +304,7 @@ def name_on_hub(plan: Plan, word: str) -> str:
 
 
 def trainer_facts(plan: Plan, word: str) -> Facts:
-    """Return the facts that the Trainer's arguments state beside the common ones."""
+    """Return the facts that the Trainer's arguments state in addition to the common ones."""
     if plan.model.lora is not None:
         raise PlanError(f"--for {word} writes full training: leave --tune lora out")
     precision = plan.recipe.precision
@@ -337,7 +337,7 @@ def preference_facts(facts: Facts) -> Facts:
 
 
 STAGES = {
-    "kto": "rates answers, beside a frozen copy of the model",
+    "kto": "rates answers, and holds a frozen copy of the model",
     "rm": "trains a model that rewards answers",
     "ppo": "samples answers, and rewards them",
 }
@@ -362,7 +362,7 @@ def objections(facts: Facts) -> Iterator[str]:
 def bounds(facts: Facts) -> Iterator[str]:
     """Yield uncounted settings that save memory or time."""
     if pairs := preference_facts(facts):
-        copy = ", beside a frozen copy of the model" * pairs["reference"]
+        copy = ", plus a frozen copy of the model" * pairs["reference"]
         yield f"Answers of a pair are two full sequences{copy}: shorter ones need less memory and time: not counted."
         if pairs["reference"] and is_adapted(facts):
             yield "Adapters are switched off in place of a frozen copy, which needs less memory: not counted."

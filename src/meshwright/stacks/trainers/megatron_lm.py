@@ -115,7 +115,7 @@ def _positions(shape: ModelShape) -> Facts:
 
 
 def _experts(shape: ModelShape, layout: Layout) -> Facts:
-    """Return the facts of experts beside their sizes."""
+    """Return the facts of experts other than their sizes."""
     # Megatron-LM defaults to one product per expert, and to gathering all tokens, so both are stated.
     if shape.moe is None:
         return {}
@@ -310,7 +310,7 @@ LAYOUT = (
     Option(key="--tensor-model-parallel-size", fact="tp", default=1, meaning="ranks that share every matrix"),
     Option(key="--sequence-parallel", fact="sp", default=False, meaning="norms share the sequence among them"),
     Option(key="--tp-comm-overlap", fact="tp_overlap", default=False,
-           meaning="exchanges run beside products, as counted"),
+           meaning="exchanges overlap with products, as counted"),
     Option(key="--pipeline-model-parallel-size", fact="pp", default=1, meaning="ranks that share the layers"),
     Option(key="--num-virtual-stages-per-pipeline-rank", fact="stages_of_rank",
            meaning="interleaved schedule: stages of a rank"),
@@ -326,10 +326,10 @@ LAYOUT = (
     Option(key="--use-distributed-optimizer", fact="sharded", default=False,
            meaning="ZeRO-1: optimizer states shared out"),
     Option(key="--overlap-grad-reduce", fact="overlap_reduce", default=False,
-           meaning="gradients are summed beside the backward pass"),
+           meaning="gradients are summed during the backward pass"),
     Option(key="--grad-reduce-in-bf16", fact="narrow_sums", default=False, meaning="gradients travel in 16 bits"),
     Option(key="--overlap-param-gather", fact="overlap_gather", default=False,
-           meaning="parameters are gathered beside the forward pass"),
+           meaning="parameters are gathered during the forward pass"),
     Option(key="--micro-batch-size", fact="micro_batch", meaning="sequences of a micro-batch on a rank"),
     Option(key="--global-batch-size", fact="global_batch", meaning="sequences of a step, over all ranks"),
     Option(key="--seq-length", fact="sequence", meaning="tokens of a sequence"),
@@ -457,7 +457,9 @@ def resolve(facts: Facts) -> Facts:
     if resolved.get("deepspeed"):
         resolved["zero"] = resolved.get("zero_stage") or 0
         if resolved["zero"] not in (0, 1):
-            raise PlanError(f"zero-stage {resolved['zero']} of DeepSpeed is not counted beside Megatron's: take 0 or 1")
+            raise PlanError(
+                f"zero-stage {resolved['zero']} of DeepSpeed is not counted next to Megatron's: take 0 or 1"
+            )
     resolved["granularity"] = "full" if resolved.get("checkpoints") else resolved.get("granularity")
     resolved["vp"] = resolved.get("stages_of_rank") or _stages(resolved)
     resolved["schedule"] = "interleaved" if resolved["vp"] > 1 else "1f1b"
@@ -496,7 +498,7 @@ def _resolve(facts: Facts) -> Facts:
 
 def _launch(plan: Plan) -> LaunchCommand:
     return LaunchCommand(
-        # A single launch queue keeps exchanges ahead of the products that they run beside; Megatron-LM demands it.
+        # A single launch queue keeps exchanges ahead of the products that they overlap with; Megatron-LM demands it.
         before=("export CUDA_DEVICE_MAX_CONNECTIONS=1", 'source "$HERE/arguments.sh"'),
         command='torchrun $TORCHRUN "${MEGATRON:?folder of pretrain_gpt.py}/pretrain_gpt.py" "${ARGUMENTS[@]}"',
         yours=("MEGATRON (its folder, exported)", "TOKENIZER", "DATA", "learning rate and its schedule"),

@@ -35,7 +35,7 @@ LAYOUT = (
     Option(key="parallelism.tp_mode", fact="sp", words={True: "REDUCE_SCATTER", False: "ALL_REDUCE"},
            default="ALL_REDUCE", meaning="REDUCE_SCATTER: norms share the sequence"),
     Option(key="parallelism.tp_linear_async_communication", fact="asynchronous", default=False,
-           meaning="exchanges run beside products"),
+           meaning="exchanges overlap with products"),
     Option(key="parallelism.tp_recompute_allgather", fact="regathered", default=True,
            meaning="gathered inputs are not kept for the backward pass"),
     Option(key="parallelism.recompute_layer", fact="recompute", words={"full": True, "none": False}, default=False,
@@ -44,7 +44,7 @@ LAYOUT = (
     Option(key="optimizer.optimizer_factory.name", fact="optimizer", words={"adamw": "adamW"},
            meaning="AdamW with two fp32 states"),
     Option(key="optimizer.accumulate_grad_in_fp32", fact="wide_sums", default=True,
-           meaning="fp32 sums beside 16-bit gradients"),
+           meaning="fp32 sums in addition to 16-bit gradients"),
     Option(key="optimizer.learning_rate_scheduler.learning_rate", fact="learning_rate", meaning="yours to choose"),
     Option(key="tokens.sequence_length", fact="sequence", meaning="tokens of a sequence"),
     Option(key="tokens.micro_batch_size", fact="micro_batch", meaning="sequences of a micro-batch on a rank"),
@@ -94,7 +94,7 @@ REFUSED = {
     "parallelism.moe_layer_recompute": "makes experts again in the backward pass",
 }
 NARROW: dict[str, Any] = {"gradient_bytes": 2.0, "gradient_exchange_bytes": 2.0, "accumulates": False}
-"""Settings without fp32 sums beside the gradients."""
+"""Settings without fp32 sums in addition to the gradients."""
 
 
 def _stack(facts: Facts) -> Stack:
@@ -152,7 +152,7 @@ def _launch(plan: Plan) -> LaunchCommand:
             "TOKENIZER",
             "DATASET",
             "learning rate and its schedule",
-            "run_train.py of nanotron, beside these files",
+            "run_train.py of nanotron, next to these files",
         ),
     )
 

@@ -191,7 +191,7 @@ IGNORED = (
     "model.print_after_conversion",
     "training.mixed_precision_reduce",
 )  # fmt: skip
-BESIDE = "runs exchanges of tensor parallelism beside products, which is faster"
+BESIDE = "overlaps exchanges of tensor parallelism with products, which is faster"
 UNREAD = tuple(
     UncountedOption(key=f"{table}.enable_async_tensor_parallel", counted=False, absent=False, effect=BESIDE)
     for table in ("experimental", "parallelism", "compile")

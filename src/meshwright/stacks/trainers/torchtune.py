@@ -45,7 +45,7 @@ YAML = ConfigFile(
         Option(key="model.lora_alpha", fact="lora_alpha", meaning="factor of adapters, times their rank"),
         Option(key="model.lora_dropout", fact="lora_dropout", meaning="share of their input that is set to 0"),
         Option(key="model.lora_attn_modules", fact="lora_targets", meaning="matrices of attention with adapters"),
-        Option(key="model.apply_lora_to_mlp", fact="lora_mlp", default=False, meaning="adapters beside the MLP's"),
+        Option(key="model.apply_lora_to_mlp", fact="lora_mlp", default=False, meaning="adapters on the MLP's"),
         Option(key="model.use_dora", fact="dora", meaning="lengths of rows are trained apart"),
         Option(key="model.quantize_base", fact="base_4bit", meaning="frozen matrices in 4 bits"),
     ),
@@ -62,7 +62,7 @@ YAML = ConfigFile(
         "tensor_parallel_plan": "cuts matrices, which is not counted",
         "quantizer._component_": "rounds weights in training, or after it",
         "teacher_model._component_": "learns from a second model",
-        "ref_policy_model._component_": "compares answers, beside a frozen copy of the model",
+        "ref_policy_model._component_": "compares answers, and holds a frozen copy of the model",
         "policy_model._component_": "rewards answers",
         "tasks": "evaluates a model, and trains nothing",
         "prompt": "samples from a model, and trains nothing",
@@ -116,7 +116,7 @@ def noticed(entries: object) -> Facts:
 def resolve(facts: Facts) -> Facts:
     """Return adapters, recomputation and sharding, by the recipe that the file's name belongs to."""
     resolved = dict(facts)
-    # A switch of its own for the MLP, beside the list of attention matrices.
+    # A switch of its own for the MLP, in addition to the list of attention matrices.
     if resolved.get("lora_mlp"):
         named = resolved.get("lora_targets") or []
         resolved["lora_targets"] = [*named, "gate_proj", "up_proj", "down_proj"]

@@ -1,4 +1,4 @@
-"""TRL: the YAML of `trl sft --config`, and accelerate's file beside it."""
+"""TRL: the YAML of `trl sft --config`, and accelerate's file next to it."""
 
 from dataclasses import replace
 

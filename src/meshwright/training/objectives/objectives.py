@@ -1,4 +1,4 @@
-"""The objectives that a recipe can name beside plain cross entropy, and what they read beside the text.
+"""The objectives that a recipe can name in addition to plain cross entropy, and what they read besides the text.
 
 Pairs are a better and a worse answer to one prompt, which are two documents of one row:
 
@@ -15,7 +15,7 @@ log p sums over the trained tokens of an answer; p_0 is the model at the start o
 p_0.
 
 In a distillation a student learns the distributions of a teacher, token by token. The loss is the divergence of
-kernels/loss/linear_divergence.py, summed over valid targets. The teacher is a model beside the student (teacher.py), or
+kernels/loss/linear_divergence.py, summed over valid targets. The teacher is a second model in memory (teacher.py), or
 stored log-probabilities (teacher_targets.py) in `Batch.more`.
 
 On-policy distillation (GKD, Agarwal et al. 2024, arXiv:2306.13649) lets the student write the answers that its teacher

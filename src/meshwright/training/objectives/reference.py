@@ -57,7 +57,7 @@ class AnswerTables:
 
 
 def settings_of(plan: Plan, corpus: Corpus, device: str) -> str:
-    """Return the hash of what decides the numbers beside the weights.
+    """Return the hash of what decides the numbers in addition to the weights.
 
     That is the text and its template, where answers are cut, and how products are computed.
     """

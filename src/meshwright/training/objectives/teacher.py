@@ -1,4 +1,4 @@
-"""The teacher of a distillation: a frozen model beside the student, laid out over the same ranks.
+"""The teacher of a distillation: a frozen model in addition to the student, laid out over the same ranks.
 
 It runs where the student's loss is computed, without gradients. Hidden states of both models meet at their heads, so no
 logits exist in full. Its traffic is counted separately, so a run's counts are those of its student.
@@ -222,7 +222,7 @@ class HeadRecorder:
 
 
 class StagedTeacher:
-    """Teacher beside a student whose layers are a pipeline's stages. See AsksTeacher.
+    """Teacher of a student whose layers are a pipeline's stages. See AsksTeacher.
 
     Its own stages run the forward passes of all micro-batches of a step before the student's begin. Hidden states of
     every micro-batch wait with the teacher's head on the last rank, where the student's loss is computed. So neither
@@ -301,7 +301,7 @@ def load_weights(engine: Engine, weights: Iterator[tuple[str, Tensor | Quantized
 
 
 def build_distillation(plan: Plan, mesh: Mesh, device: torch.device, *, loads: bool = True) -> Distillation:
-    """Return the objective of a plan, with the teacher beside the student if it has one.
+    """Return the objective of a plan, with the teacher that runs along with the student if it has one.
 
     `loads` False leaves out the weights, for callers that only need sizes.
     """
@@ -322,7 +322,7 @@ def place_beside(engine: Engine, shared: int = 0) -> OnlineTeacher | StagedTeach
 
 
 def teacher_tensors(objective: Objective) -> list[Tensor]:
-    """Return parameters, codes and buffers of a teacher beside the model. Empty = there is none."""
+    """Return parameters, codes and buffers of a teacher that runs along with the model. Empty = there is none."""
     if not isinstance(objective, Distillation) or objective.teacher is None:
         return []
     engine = objective.teacher.engine

@@ -301,7 +301,7 @@ class PackedRows:
     padding: bool = False
 
     def take(self, cursor: int, count: int, device: torch.device, share: Share) -> Batch:
-        """Return samples cursor .. cursor + count - 1 of the corpus, with what the objective reads beside them."""
+        """Return samples cursor .. cursor + count - 1 of the corpus, with what the objective reads in addition."""
         rows = self.sampler.take(cursor, count)
         batch = to_batch(
             rows, device, document_mask=self.document_mask, share=share, read_answers=self.read_answers,

@@ -123,14 +123,14 @@ class TrainState:
     skipper: StepSkipper = field(default_factory=StepSkipper)
     spikes: SpikeWatch = field(default_factory=SpikeWatch)
     base: str = ""
-    """Fingerprint of the frozen weights beside an adapter (store/model_weights.py)."""
+    """Fingerprint of the frozen weights under an adapter (store/model_weights.py)."""
     first_weights: str = ""
     """Hash of the first weights, when the run compares answers with theirs (training/objectives/reference.py)."""
 
     def model_tensors(self, *, trained: bool = False) -> dict[str, Tensor]:
         """Return this rank's pieces of weights and buffers by parameter name (`model.NAME`).
 
-        `trained` leaves out what is frozen beside adapters.
+        `trained` leaves out what is frozen under adapters.
         """
         engine = self.engine
         engine.reshard()

@@ -169,7 +169,7 @@ PARTS = ("start", "steps", "data", "evaluation", "save", "other")
 ACCOUNT_BYTES = 512
 """Length of a line of goodput.jsonl. It lies within one page, so no kill tears it."""
 ROLLBACK, SLOW_RANK = "rollback", "slow rank"
-"""Kinds of records in metrics.jsonl, beside steps and evaluations."""
+"""Kinds of records in metrics.jsonl, in addition to steps and evaluations."""
 ROLLED_BACK = "rolled back"
 """`stopped` of a line that ends where a process goes back to an earlier checkpoint, and begins another line."""
 

@@ -138,7 +138,7 @@ def _teacher_data(words: Sequence[Any], teacher: str) -> list[str]:
     if not teacher or not (folder / "plan.yaml").is_file():
         return []
     plan = RunFolder.open(folder).plan
-    # A student takes the tokenizer beside its teacher.
+    # A student takes the tokenizer stored with its teacher.
     plan = replace(plan, data=replace(plan.data, tokenizer=Data().tokenizer))
     # A teacher of preferences was trained on pairs of answers, which are no text to distil on.
     is_unusable = plan.data == Data() or plan.recipe.traits.pairs

@@ -46,7 +46,7 @@ def distill(
 ) -> None:  # fmt: skip
     """Train a student on the distributions of a teacher: --teacher runs/base --student teacher:layers=2.
 
-    The teacher runs beside the student, under the same layout. With recipe.distillation_top_k=64 it is asked once,
+    The teacher runs along with the student, under the same layout. With recipe.distillation_top_k=64 it is asked once,
     before training, and its predictions are kept on disk. recipe.distillation_beta, distillation_temperature and
     distillation_hard choose the loss. All else is as for train.
     """

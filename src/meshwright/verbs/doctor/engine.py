@@ -1,6 +1,6 @@
 """Checks of the engine itself, on a tiny model and on small tensors.
 
-One cold step of every pipeline schedule, every axis beside one device, a checkpoint with random states, the speed of a
+One cold step of every pipeline schedule, every axis against one device, a checkpoint with random states, the speed of a
 real step. Kernels are compared with plain fp64 arithmetic, and the speed of products with the data sheet.
 """
 
@@ -403,7 +403,7 @@ def _random(size: tuple[int, ...], device: torch.device, dtype: torch.dtype, see
 
 
 def _error(ours: Callable[..., Tensor], plain: Callable[..., Tensor], tensors: list[Tensor]) -> float:
-    """Return the largest relative error of output and gradients, beside the plain form in fp64."""
+    """Return the largest relative error of output and gradients, compared with the plain form in fp64."""
     computed: list[Tensor] = []
     expected: list[Tensor] = []
     for function, inputs, collected in ((ours, tensors, computed), (plain, [x.double() for x in tensors], expected)):

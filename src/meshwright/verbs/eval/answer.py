@@ -178,10 +178,7 @@ class AdaptersInTurn:
                 "adapter",
                 name,
                 "cannot be merged",
-                (
-                    f"{self.base.path} holds the adapted matrices as codes. Evaluate it beside the model before "
-                    "quantization"
-                ),
+                (f"{self.base.path} holds the adapted matrices as codes. Evaluate it on the model before quantization"),
             )
         with torch.no_grad():
             for key, parts in adapted.items():

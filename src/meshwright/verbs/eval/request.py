@@ -1,6 +1,6 @@
 """Arguments of `evaluate` and its task files, read and checked before torch and the harness are imported.
 
-Tasks are YAML files of lm-evaluation-harness with data beside them: paths of data are relative to the file. Nothing is
+Tasks are YAML files of lm-evaluation-harness with data next to them: paths of data are relative to the file. Nothing is
 downloaded, so data of the hub is refused at the start.
 """
 

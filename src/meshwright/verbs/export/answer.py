@@ -86,7 +86,7 @@ def write_directory(
     # An adapter without its base is useless, and random weights are in no folder.
     if adapter and run.plan.init == RANDOM:
         raise PlanError(
-            f"{run.path} trained its adapter beside random weights, which no folder holds. Leave --adapter "
+            f"{run.path} trained its adapter on random weights, which no folder holds. Leave --adapter "
             "out to export the merged model"
         )
     template = run.path / TEMPLATE

@@ -128,7 +128,7 @@ def plan(
     ] = None,
     formula: Annotated[
         bool,
-        typer.Option("--formula", help="Memory by the formulas of papers, row by row, beside what this engine keeps."),
+        typer.Option("--formula", help="Memory by the formulas of papers, row by row, next to what this engine keeps."),
     ] = False,
     serve: AskedServe = False,
     input_length: AskedInput = None,

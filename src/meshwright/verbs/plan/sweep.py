@@ -59,7 +59,7 @@ class SweepRow:
 
     @property
     def exposed_seconds(self) -> float:
-        """Communication of a step that runs beside no computation: exchanges, gathers and sums. 0 = refused."""
+        """Communication of a step that no computation hides: exchanges, gathers and sums. 0 = refused."""
         time = {} if self.planned is None else self.planned.time
         return sum(time.get(part, 0.0) for part in ("exchange", "weights", "gradients"))
 
@@ -211,7 +211,7 @@ class SweepAnswer(Answer):
 
 
 EXPLAINED = (
-    "change: throughput against the first row. exposed: share of the step for exchanges, gathers and sums beside "
+    "change: throughput against the first row. exposed: share of the step for exchanges, gathers and sums during "
     "which nothing is computed."
 )
 ACTIVATIONS = " act.: activations at the peak, a part of GiB."

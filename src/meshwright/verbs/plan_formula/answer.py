@@ -1,4 +1,4 @@
-"""`plan --formula`: memory by the formulas of papers, beside what this engine keeps. Needs no torch, no GPU."""
+"""`plan --formula`: memory by the formulas of papers, next to what this engine keeps. Needs no torch, no GPU."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
@@ -80,7 +80,7 @@ class FormulaAnswer(Answer):
 def plan_formula(
     model: str | Path | Plan | HasPlan, *, cluster: str | None = None, layout: Section = None, recipe: Section = None
 ) -> FormulaAnswer:
-    """Count the memory of a model by the formulas of papers, row by row, beside what this engine keeps.
+    """Count the memory of a model by the formulas of papers, row by row, next to what this engine keeps.
 
     Args:
         model: A preset, a Hugging Face folder, a plan file or a plan.

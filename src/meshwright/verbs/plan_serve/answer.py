@@ -223,7 +223,7 @@ def plan_serving(
         kv_dtype: Dtype of keys and values. Empty = as for `quantization`.
         framework: vllm, sglang, trtllm or meshwright.
         tp: Tensor-parallel degree. 0 = all that divide model and node.
-        adapters: LoRA adapters in memory beside the model. Their time is not planned.
+        adapters: LoRA adapters in memory in addition to the model. Their time is not planned.
         adapter_rank: Rank of each adapter.
         adapter_targets: Adapted matrices, as model.lora.targets.
 

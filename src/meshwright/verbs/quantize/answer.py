@@ -307,7 +307,7 @@ def _quantize_to_gguf(
     rest_dtype, names = DTYPES[dtype] if dtype else original.dtype, matrices_to_quantize(original, keep)
     unquantized = tuple(layer for layer in quantizable(original.shape) if layer not in names)
     plan = plan_gguf(original, rest_dtype, gguf_scheme, unquantized)
-    # GGUF is written in one pass without unfinished blocks beside it, so the file itself is all it needs.
+    # GGUF is written in one pass without unfinished blocks next to it, so the file itself is all it needs.
     check_room(target, plan.bytes)
     text = quantization_text(described(path, checkpoint), data, sequences, None) if quality else None
     layers: list[QuantizedLayer] = []

@@ -97,7 +97,7 @@ class QuantizedFolder:
     def check_room(self, predicted: int, *, calibrated: bool) -> None:
         """Raise RunError unless the disk has room for files of this size.
 
-        A calibrated method also keeps its unfinished blocks beside them until the end.
+        A calibrated method also keeps its unfinished blocks in addition until the end.
         """
         # Only blocks are kept unfinished: embeddings and head go straight into the folder.
         outside = sum(prod(size) for name, size in tensor_sizes(self.model.shape).items() if "layers." not in name)

@@ -43,7 +43,7 @@ def report(*runs: Place, out: str | Path | None = None, tolerance: float = 0.1, 
 def _report_record(record: Path, named: int, out: str | Path | None) -> Path:
     """Write the page of one record of serving."""
     if named > 1:
-        raise PlanError("a record of serving has a page of its own: name one record, and no run beside it")
+        raise PlanError("a record of serving has a page of its own: name one record, and no run in addition")
     target = Path(out) if out is not None else record.with_suffix(".html")
     check_page(target, "report.html")
     from meshwright.verbs.report.serving_page import page

@@ -173,7 +173,7 @@ class LiveDisplay(Display):
             self._console.print(f"[dim]{label:<6}[/dim] ", end="")
             self._console.print(sentence, markup=False, highlight=False)
         self._panel = Panel(info)
-        # rich would otherwise draw from a thread of its own, beside the thread that launches kernels.
+        # rich would otherwise draw from a thread of its own, next to the thread that launches kernels.
         self._live = Live(self._panel, console=self._console, auto_refresh=False)
         self._live.start()
         self._draw()

@@ -181,7 +181,7 @@ def plan_words(text: str, processes: int) -> list[str]:
         raise PlanError("--from-trl has no flags: give those of TRL's script, as '--learning_rate 2e-5'")
     if unknown := [name for name in flags if name not in BY_NAME]:
         listed = ", ".join(_with_nearest(name) for name in unknown)
-        raise PlanError(f"--from-trl does not know {listed}: leave them out, and give keys of the plan beside it")
+        raise PlanError(f"--from-trl does not know {listed}: leave them out, and give keys of the plan as well")
     words: dict[str, str] = {}
     # What --use_peft stands for comes first, so that flags of adapters change it.
     for name, word in sorted(flags.items(), key=lambda flag: flag[0] != "use_peft"):

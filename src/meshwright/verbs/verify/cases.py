@@ -259,7 +259,7 @@ def _draw_layout(random: Random, processes: int) -> Settings:
     world = random.choices(list(worlds), list(worlds.values()))[0]
     degrees = dict.fromkeys(DEGREES, 1)
     while world > 1:
-        # Any divisor may go to any axis: degrees such as dp_shard=4 must occur beside products of smaller ones.
+        # Any divisor may go to any axis: degrees such as dp_shard=4 must occur as well as products of smaller ones.
         factor = random.choice([n for n in range(2, world + 1) if world % n == 0])
         degrees[random.choice(DEGREES)] *= factor
         world //= factor

@@ -81,7 +81,7 @@ def verify(
     compiled_count = sum(trial.layout.compile == "on" for trial in selected)
     summary = f"{many(len(selected), 'case')}, {compiled_count} of them compiled"
     if one_gpu:
-        summary = f"1 GPU: {summary}, each beside plain code on it; layouts over ranks take 2 GPUs or more"
+        summary = f"1 GPU: {summary}, each compared with plain code on it; layouts over ranks take 2 GPUs or more"
     # On stderr, so that --json leaves one document on stdout.
     print(summary, file=sys.stderr, flush=True)
     outcomes = []
@@ -190,8 +190,8 @@ def support_page(outcomes: Sequence[tuple["Trial", str | None]], refused: Mappin
         "# Support",
         "",
         "Which features train the same model together, found by running them: a tiny model, two steps, on real",
-        "processes beside one device (loss, gradient norm, every gradient, every weight, within 1e-5; in bf16 and fp8:",
-        "beside one device, within the band of [decision 5](decisions/0005-gradient-precision.md)). **yes**: some",
+        "processes compared with one device (loss, gradient norm, every gradient, every weight, within 1e-5; in bf16",
+        "and fp8 within the band of [decision 5](decisions/0005-gradient-precision.md)). **yes**: some",
         "layout with both was equal. **refused**: with a sentence, below. **-**: alternatives, or more than 8 ranks.",
         "Nothing, right of a row's own place: not run.",
         f"Written by `meshwright verify --page docs/support.md` on {date.today()}, torch {torch.__version__}, Python",

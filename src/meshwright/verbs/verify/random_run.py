@@ -1,4 +1,4 @@
-"""`verify --random` and `--case`: cases beside one device, their first difference, and the smallest failing case.
+"""`verify --random` and `--case`: cases against one device, their first difference, and the smallest failing case.
 
 Processes are reused: one set runs a batch of cases of its world size. A batch in which a rank fails or does not answer
 is run again case by case.

@@ -1,4 +1,4 @@
-"""Options of a request beside its prompt. Each field is honoured; senseless values are refused."""
+"""Options of a request in addition to its prompt. Each field is honoured; senseless values are refused."""
 
 import math
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ class RequestOptions:
     stop: tuple[str, ...] = ()
     """An answer ends before the first of these strings."""
     stop_ids: tuple[int, ...] = ()
-    """An answer ends with any of these tokens, beside those that end a text of the model."""
+    """An answer ends with any of these tokens, as well as with those that end a text of the model."""
     ignore_end: bool = False
     """Tokens that end a text of the model do not end the answer."""
     json_schema: Mapping[str, Any] | None = None
@@ -100,9 +100,9 @@ class RequestOptions:
         if self.beams > 1:
             self._check("n", self.n <= self.beams, f"at most beams={self.beams}")
             for name, plain in NOT_WITH_BEAMS.items():
-                self._check(name, getattr(self, name) == plain, f"{plain!r} beside beams={self.beams}")
-        self._check("regex", self.regex is None or self.json_schema is None, "left out beside json_schema")
-        self._check("ignore_end", not (self.ignore_end and self.is_constrained), "False beside json_schema or regex")
+                self._check(name, getattr(self, name) == plain, f"{plain!r} together with beams={self.beams}")
+        self._check("regex", self.regex is None or self.json_schema is None, "left out where json_schema is given")
+        self._check("ignore_end", not (self.ignore_end and self.is_constrained), "False with json_schema or regex")
         self._check("stop", len(self.stop) <= MOST_STOPS, f"at most {MOST_STOPS} strings")
         self._check(
             "stop", all(1 <= len(text) <= LONGEST_STOP for text in self.stop), f"of 1 to {LONGEST_STOP} letters"

@@ -3,7 +3,7 @@
 Latent attention stores its low rank alone: a vector, and a rotary key that all heads share, once for keys and values.
 
 Copies between host and device go without a wait: numbers of a step, its tokens, blocks of the host tier. A GPU copies
-beside the host's work only from and to pinned memory. With other memory torch waits for the copy, and so for all work
+during the host's work only from and to pinned memory. With other memory torch waits for the copy, and so for all work
 before it.
 """
 
@@ -54,7 +54,7 @@ def to_device(numbers: Sequence[object], device: torch.device, dtype: torch.dtyp
 
 @final
 class HostReading:
-    """Tensors on their way to the host. A GPU copies them on a separate stream, beside what follows."""
+    """Tensors on their way to the host. A GPU copies them on a separate stream, while it computes what follows."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Start the copies behind all work in the current stream."""

@@ -71,8 +71,8 @@ class LoadedAdapters:
         self._last += 1
         if not self._put(self._last, adapter):
             raise DoesNotFit(
-                f"{argument('adapter', name)} has no room beside the model: unload another one, or give the "
-                "cache less memory"
+                f"{argument('adapter', name)} does not fit in memory next to the model: unload another one, or "
+                "give the cache less memory"
             )
         self._numbers[name] = self._last
         self.names = tuple(self._numbers)

@@ -391,7 +391,7 @@ ALIGNED = 16
 def _copy_to_device(
     rows: Sequence[list[int]], parts: Sequence[list[int]], device: torch.device
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """Copy lists of one length as (lists, N) int64 to the device, with other lists beside them, all at once."""
+    """Copy lists of one length as (lists, N) int64 to the device, together with other lists, all at once."""
     # One copy for all lists: each copy to a device is a call of its own, and pins memory of its own.
     packed, starts = array("q"), list[int]()
     for part in (*rows, *parts):

@@ -198,7 +198,7 @@ class PreparedLayers:
 
         Args:
             packed: Copy matrices, or on a GPU join them. An int8 head is always a copy.
-            loops: Compiled loops to use beside the copies.
+            loops: Compiled loops to use in addition to the copies.
         """
         self._model, self._loops = model, loops
         # Layers that gather their inputs, and those with other products, are computed by themselves.

@@ -1,4 +1,4 @@
-"""Low-rank adapters that may differ from request to request: their rows get (x A^T) (s B)^T beside x W^T.
+"""Low-rank adapters that may differ from request to request: their rows get (x A^T) (s B)^T in addition to x W^T.
 
 They take the place of an adapter in training, as the layer's Weight (model/layers.py), while a pass has rows of theirs.
 Prepared products give x W^T as usual, and adapters are added after that. Rows of one adapter are one product, so a pass
@@ -125,7 +125,7 @@ def _panels(a: Tensor, b: Tensor) -> tuple[Panels, Panels] | None:
 
 
 STACK = "_lora."
-"""Marker in names of tensors beside a stack of experts."""
+"""Marker in names of an adapter's tensors on a stack of experts."""
 DIGIT = 256
 """Integers below it are exact in any dtype."""
 
@@ -201,7 +201,7 @@ def find_tagged_runs(tags: Tensor, counts: Sequence[int], tag: int) -> Iterator[
 
 @final
 class LayerStacks:
-    """Adapters beside the stacks of one layer's experts."""
+    """Adapters on the stacks of one layer's experts."""
 
     def __init__(self) -> None:
         self.adapters: dict[int, dict[str, StackProducts]] = {}
@@ -318,7 +318,7 @@ class _Tagging:
 
 
 LORA = ".lora."
-"""Marker in names of tensors beside a layer."""
+"""Marker in names of an adapter's tensors on a layer."""
 MERGED = "merge it (`meshwright export`) and serve that model"
 
 
@@ -339,7 +339,7 @@ class ServedAdapter:
         return [name.removesuffix(f"{LORA}a") for name in self.tensors if name.endswith(f"{LORA}a")]
 
     def check(self, name: str, model: Transformer) -> None:
-        """Raise ArgumentError, under the adapter's name, if requests cannot use it beside others."""
+        """Raise ArgumentError, under the adapter's name, if requests cannot use it together with others."""
         refused = f"{argument('adapter', name)} cannot be served by request"
         # Each of these is refused before the engine changes: a damaged adapter must not stop it.
         if self.lora.dora:
@@ -429,7 +429,7 @@ def _add(out: Tensor, where: Rows, addend: Tensor) -> None:
 
 @final
 class RequestAdapters:
-    """All adapters beside a model, or beside this rank's part of one. Use under `torch.no_grad`."""
+    """All adapters on a model, or on this rank's part of one. Use under `torch.no_grad`."""
 
     def __init__(self, model: Transformer, *, exact: bool, multiple: int = 1) -> None:
         """Take the number of ranks (`multiple`) that split the rows of a pass."""

@@ -316,7 +316,7 @@ async def _run_engine(
     shape: Callable[[list[EngineTask]], CompletionShape | ChatShape],
     schema: Mapping[str, Any] | None = None,
 ) -> Response | None:
-    """Let the engine answer, as a stream or complete. `schema` is enforced beside the forms in the fields."""
+    """Let the engine answer, as a stream or complete. `schema` is enforced in addition to the forms in the fields."""
     service, record = call.service, call.record
     adapter = card.adapter_of(fields.model)
     tasks = build_tasks(fields, prompts, card, service.limits, call.tenant, schema, adapter)
