@@ -62,7 +62,7 @@ class Column:
     elsewhere: str = ""
     """Explanation if it is for another device than the run's. Empty = it is not."""
     trained: SharedDocument | None = None
-    """Where there is a profile, the measurements of training itself."""
+    """Measurements of training itself, where there is a profile."""
 
     def rank(self, rank: int) -> RankRecord | None:
         """Return the record of a rank."""
