@@ -30,7 +30,7 @@ def more(cell: Cell, row: str, base: str) -> str:
 
 def part(share: float) -> str:
     """A share in words, if it is near one of them."""
-    names = {"a fifth": 1 / 5, "two fifths": 2 / 5}
+    names = {"a fifth": 1 / 5}
     return next((name for name, exact in names.items() if abs(share / exact - 1) < 0.1), f"{share:.2f}")
 
 
@@ -46,10 +46,11 @@ SENTENCES: dict[tuple[str, str], Callable[[Cell], str]] = {
     ),
     ("tensor-and-sequence", "tensor"): lambda cell: (
         "At `tp=16` the group spans two nodes, and MFU falls by "
-        f"{part(1 - cell('tp=16 sp=true', 'MFU (full)') / cell('tp=8 sp=true', 'MFU (full)'))}"
+        f"{100 * (1 - cell('tp=16 sp=true', 'MFU (full)') / cell('tp=8 sp=true', 'MFU (full)')):.0f} %"
     ),
     ("experts", "experts"): lambda cell: (
-        f"With `ep=8` a rank gathers its own only, and {part(cell('8', 'sent, GB') / cell('1', 'sent, GB'))} is sent."
+        "With `ep=8` a rank gathers only its own, and sends "
+        f"{part(cell('8', 'sent, GB') / cell('1', 'sent, GB'))} as much."
     ),
 }
 """(page, table) -> what the page says of it."""
