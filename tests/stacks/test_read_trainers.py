@@ -248,7 +248,7 @@ def test_megatron_deepspeed_is_read_with_its_own_switches(tmp_path: Path) -> Non
     assert answer.plan.model.vocab == 50257 and answer.estimator.stack.attention == "fused-softmax"
     flash = write(tmp_path, "b.sh", MEGATRON_DEEPSPEED.replace("--fp16", "--fp16 --use-flash-attn-v2"))
     assert mw.plan_from(flash, cluster="h100x8").estimator.stack.attention == "flash"
-    with pytest.raises(PlanError, match="zero-stage 3 of DeepSpeed is not counted next to Megatron's"):
+    with pytest.raises(PlanError, match="zero-stage 3 of DeepSpeed is not counted together with Megatron's"):
         read(str(write(tmp_path, "c.sh", MEGATRON_DEEPSPEED.replace("stage 1", "stage 3"))))
 
 

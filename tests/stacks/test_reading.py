@@ -398,8 +398,8 @@ def test_what_matters_and_is_not_counted_is_named(tmp_path: Path) -> None:
     beside = EIGHT.replace("[activation", "enable_async_tensor_parallel = true\n[activation")
     actual = read(str(write(tmp_path, "a.toml", beside)))
     assert actual.uncounted == (
-        "parallelism.enable_async_tensor_parallel=true overlaps exchanges of tensor parallelism with products, which is "
-        "faster: not counted.",
+        "parallelism.enable_async_tensor_parallel=true overlaps exchanges of tensor parallelism with products, which "
+        "is faster: not counted.",
     )
     assert read(str(write(tmp_path, "a.toml", EIGHT))).uncounted == ()
     trl = "model_name_or_path: meta-llama/Llama-3.1-8B\nmax_length: 4096\nper_device_train_batch_size: 1\n"

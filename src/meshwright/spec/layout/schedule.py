@@ -139,7 +139,7 @@ KINDS: Mapping[str, ScheduleKind] = {
         in_v=True,
         splits="all",
         title="Zero bubble V",
-        meaning="Two stages a rank, placed like a V: the first rank has the last one too, so gradients return at once.",
+        meaning="Two stages a rank, placed like a V: the first rank also has the last, so gradients return at once.",
         formula="bubble (p - 1) / (6 m) from 2p - 1 micro-batches on, where F, B and W take equally long",
         source="Qi et al. 2023, arXiv:2401.10241, section 6",
     ),

@@ -458,7 +458,7 @@ def resolve(facts: Facts) -> Facts:
         resolved["zero"] = resolved.get("zero_stage") or 0
         if resolved["zero"] not in (0, 1):
             raise PlanError(
-                f"zero-stage {resolved['zero']} of DeepSpeed is not counted next to Megatron's: take 0 or 1"
+                f"zero-stage {resolved['zero']} of DeepSpeed is not counted together with Megatron's: take 0 or 1"
             )
     resolved["granularity"] = "full" if resolved.get("checkpoints") else resolved.get("granularity")
     resolved["vp"] = resolved.get("stages_of_rank") or _stages(resolved)
