@@ -142,6 +142,8 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=Case().sequence)
     parser.add_argument("--repeats", type=int, default=Case().repeats)
     options = parser.parse_args()
+    if min(options.ranks) < 2:
+        parser.error("--ranks takes numbers of 2 or more; one device is always measured")
     result = measure(options.ranks, Case(sequence=options.sequence, repeats=options.repeats))
     if options.json:
         print(json.dumps(result, indent=1))
@@ -150,6 +152,8 @@ def main() -> None:
     for row in result["rows"]:
         wall, cpu = 1e3 * row["wall_s"], 1e3 * row["cpu_s"]
         print(f"{row['ranks']:>5}  {row['way']:<16}{wall:>9.1f}{cpu:>9.1f}{row['even']:>7.2f}{row['over_ideal']:>9.2f}")
+    print("even: the mean rank's work over the busiest one's; 1 = all have the same. x ideal: processor time of the "
+          "busiest rank, over that of one device divided by the ranks")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -64,6 +64,14 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """Name -> case -> its layout on the cluster."""
+PLANNED_WORK = {
+    "data": f"{LAYERS} layers of llama-3.1-8b, 8,192 tokens per rank; the gradients of a layer are a bucket",
+    "tensor": f"{LAYERS} layers of llama-3.1-8b, a sequence of 8,192 tokens",
+    "context": f"{LAYERS} layers of llama-3.1-8b, a sequence of 8,192 tokens",
+    "pipeline": "32 layers of llama-3.1-8b, eight micro-batches of 8,192 tokens",
+}
+MEASURED_WORK = f"{LAYERS} layers of llama-10m, 8 sequences of 128 tokens, fp32"
+"""What each half is of."""
 AXES = {"data": "dp_replicate", "tensor": "tp", "context": "cp", "pipeline": "pp"}
 NARROW = 0.006
 """Pieces below this share of the line are drawn without an edge, which would hide them."""
@@ -331,6 +339,7 @@ def main() -> None:
     lost = "idle" if options.name == "pipeline" else "exposed"
     for half, lines_of in halves.items():
         print(half)
+        print(f"  {MEASURED_WORK if half.startswith('measured') else PLANNED_WORK[options.name]}")
         for case, lines in lines_of.items():
             share = lines.exposed_s / lines.total_s
             print(f"  {case:<24}{1e3 * lines.total_s:>10.2f} ms, {lost} {1e3 * lines.exposed_s:>8.2f} ms ({share:.0%})")

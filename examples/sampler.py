@@ -25,25 +25,28 @@ def main() -> None:
     options = parser.parse_args()
     rows, ranks, batch = options.rows, options.ranks, options.batch
 
-    print("DistributedSampler, epoch 0")
     samplers = [DistributedSampler(range(rows), num_replicas=ranks, rank=rank, seed=0) for rank in range(ranks)]
-    lists = [list(sampler) for sampler in samplers]  # set_epoch(e) shuffles anew
-    for step in range(0, len(lists[0]), batch):
-        print(
-            f"  step {step // batch}: " + "  ".join(f"rank {r}: {lists[r][step : step + batch]}" for r in range(ranks))
-        )
-    twice = sorted(row for row, times in Counter(row for each in lists for row in each).items() if times > 1)
-    print(f"  rows read twice in the epoch: {twice or 'none'}")
+    for epoch in range(2):
+        print(f"DistributedSampler, epoch {epoch}" + (", by set_epoch(1): without that it repeats the first" * epoch))
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        lists = [list(sampler) for sampler in samplers]
+        for step in range(0, len(lists[0]), batch):
+            parts = [each[step : step + batch] for each in lists]
+            print(f"  step {step // batch}: " + "  ".join(f"rank {rank}: {part}" for rank, part in enumerate(parts)))
+        twice = sorted(row for row, times in Counter(row for each in lists for row in each).items() if times > 1)
+        print(f"  rows read twice in the epoch: {twice or 'none'}")
 
-    print("one cursor")
-    seen: Counter[int] = Counter()
-    for step in range(-(-rows // (ranks * batch))):
+    print("one cursor, over the end of epoch 0")
+    read: list[int] = []
+    for step in range(-(-2 * rows // (ranks * batch))):
         order = shuffle_rows(step * ranks * batch, ranks * batch, rows, 0).tolist()
-        seen.update(order[: rows - step * ranks * batch])
+        read += order
         parts = [order[rank * batch : (rank + 1) * batch] for rank in range(ranks)]
         print(f"  step {step}: " + "  ".join(f"rank {rank}: {part}" for rank, part in enumerate(parts)))
-    print(f"  rows read twice in the epoch: {[row for row, times in seen.items() if times > 1] or 'none'}; "
-          "the last step takes its last rows from the next epoch")  # fmt: skip
+    for epoch in range(2):
+        once = Counter(read[epoch * rows : (epoch + 1) * rows])
+        print(f"  epoch {epoch}, rows read twice: {[row for row, times in once.items() if times > 1] or 'none'}")
 
 
 if __name__ == "__main__":

@@ -197,6 +197,8 @@ def scaled_product(
     return product
 
 
+BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+"""Code of the function in which a thread is while autograd runs a backward pass. No public name leads to it."""
 HAS_SCALED_GROUPS = hasattr(torch, "_scaled_grouped_mm")
 """True if this torch has grouped products of 8-bit operands.
 

@@ -98,6 +98,21 @@ def test_details_show_what_each_zero_stage_holds_and_sends(capsys: pytest.Captur
     assert max(map(len, lines)) <= 80
 
 
+def test_whole_layouts_are_compared_by_number(capsys: pytest.CaptureFixture[str]) -> None:
+    layouts = "dp_replicate=8 zero=0; dp_shard=8,zero=3; tp=8 sp=true"
+    fixed = ["--layout", "pp=1,cp=1,micro_batch=1,recompute=none", "--sweep", f"layout={layouts}"]
+    assert main([*MODEL, *fixed, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["swept"]["layout"] for row in rows] == [words.strip() for words in layouts.split(";")]
+    assert [(row["dp_replicate"], row["dp_shard"], row["zero"], row["tp"], row["sp"]) for row in rows] == [
+        (8, 1, 0, 1, False), (1, 8, 3, 1, False), (1, 1, 0, 8, True)
+    ]  # fmt: skip
+    assert main([*MODEL, *fixed]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "%" in line and line.strip()[0].isdigit()] == ["1", "2", "3"]
+    assert max(map(len, lines)) <= 80
+
+
 def test_two_keys_are_a_grid_and_the_page_has_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "sweep.html"
     sweeps = ["--sweep", "nodes=1,2", "--sweep", "overlap=on,off", "--html", str(page)]
@@ -120,6 +135,8 @@ def test_two_keys_are_a_grid_and_the_page_has_every_row(tmp_path: Path, capsys: 
     ("words", "sentence"),
     [
         (["--sweep", "tq=1,2"], "'tq' cannot be swept"),
+        (["--sweep", "layout=tp=2; tq=2"], "tq"),
+        (["--sweep", "layout=tp=2;"], "must give each value once"),
         (["--sweep", "tp=1,1"], "--sweep tp=1,1 must give each value once"),
         (["--sweep", "tp"], "must give each value once: write KEY=A,B,C"),
         (["--sweep", "nodes=two"], "nodes takes whole numbers"),

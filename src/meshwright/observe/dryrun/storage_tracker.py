@@ -28,8 +28,6 @@ from meshwright.store.saver import Piece
 PACKAGE = __name__.partition(".")[0]
 OBSERVERS = f"{PACKAGE}.observe"
 DEVICE, ADD = torch.ops.prim.device.default, torch.ops.aten.add.Tensor
-BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-"""Function in which a thread is while autograd runs a backward pass."""
 META = torch.device("meta")
 WRAPPERS = (DTensor, Piece)
 ROUNDING_BYTES = {"cuda": 512, "cpu": 1}
@@ -228,7 +226,7 @@ class FakeWatch(compat.BareMode, StorageWatch):
         """Run the operation and follow its outputs."""
         # Autograd itself adds gradients that meet, in place where it alone holds one of them, but never those without
         # values. No line of Python is between its engine and this call.
-        if operation is ADD and sys._getframe(1).f_code is BACKWARD and not all(x._is_view() for x in args[:2]):
+        if operation is ADD and sys._getframe(1).f_code is compat.BACKWARD and not all(x._is_view() for x in args[:2]):
             return args[0]
         return super().look(operation, types, args, kwargs)
 

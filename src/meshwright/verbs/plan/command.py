@@ -118,7 +118,8 @@ def plan(
             "--sweep",
             metavar="KEY=A,B,...",
             help="A table with a row for each value of a layout's key, `nodes`, `cluster` or `recipe.KEY`: tp=1,2,4,8. "
-            "Twice = a grid. What --layout leaves open is searched for each row.",
+            "Twice = a grid. What --layout leaves open is searched for each row. "
+            "Whole layouts: layout='dp_shard=8; tp=8'.",
             show_default=False,
         ),
     ] = None,

@@ -19,6 +19,8 @@ from meshwright.spec.units import GB, GIB
 from meshwright.verbs.plan.answer import plan
 
 CLUSTER_KEYS = ("cluster", "nodes")
+WHOLE = "layout"
+"""Key whose values are several fields each: `layout=dp_shard=32 zero=3; tp=8 dp_shard=4`."""
 LAYOUT_KEYS = (*DEGREES, *WORDS, *CARRIED)
 MOST_ROWS = 100
 COLUMNS = {
@@ -151,7 +153,15 @@ class SweepAnswer(Answer):
         yield from wrapped(self.title, width())
         yield from wrapped(self.rule, width())
         yield ""
-        widths = [max(len(name), *(len(row.keys[name]) for row in self.sweep_rows)) for name in self.names]
+        # Whole layouts have a number: their fields are in the line below.
+        numbers = {
+            text: str(n) for n, text in enumerate(dict.fromkeys(row.keys.get(WHOLE) for row in self.sweep_rows), 1)
+        }
+        keys = [
+            tuple(numbers[text] if name == WHOLE else text for name, text in row.keys.items())
+            for row in self.sweep_rows
+        ]
+        widths = [max(map(len, column)) for column in zip(self.names, *keys, strict=True)]
 
         def lead(words: Iterable[str]) -> str:
             return "  " + "  ".join(f"{word:<{size}}" for word, size in zip(words, widths, strict=True))
@@ -161,14 +171,15 @@ class SweepAnswer(Answer):
         piped = not about_memory and any(row.fitting and row.fitting.time["bubble"] for row in self.sweep_rows)
         columns = [name for name in COLUMNS if name != ("act. GiB" if piped else "bubble")]
         yield lead(self.names) + "".join(f" {COLUMNS[name]:>{LENGTHS[name]}}" for name in columns)
-        for row in self.sweep_rows:
-            values = lead(row.keys.values())
+        for row, words in zip(self.sweep_rows, keys, strict=True):
+            values = lead(words)
             if row.fitting:
                 cells = self.cells(row)
                 yield values + "".join(f" {cells[name]:>{LENGTHS[name]}}" for name in columns)
                 yield from wrapped(row.fitting.words, width(), " " * (len(values) + 2))
             elif row.error:
-                yield from wrapped(row.error.written(write), width(), f"{values}  ")
+                whole_layout = f"{row.keys[WHOLE]}: " if WHOLE in row.keys else ""
+                yield from wrapped(f"{whole_layout}{row.error.written(write)}", width(), f"{values}  ")
         yield ""
         if any(row.fitting and row.fitting.tight for row in self.sweep_rows):
             yield "  ! hardly any memory is left: it may not fit."
@@ -176,8 +187,8 @@ class SweepAnswer(Answer):
         if details:
             yield ""
             yield lead(self.names) + "".join(f"{title:>9}" for title in PART_COLUMNS)
-            for row in self.sweep_rows:
-                yield lead(row.keys.values()) + "".join(f"{cell:>9}" for cell in row.part_cells())
+            for row, words in zip(self.sweep_rows, keys, strict=True):
+                yield lead(words) + "".join(f"{cell:>9}" for cell in row.part_cells())
             yield ""
             yield from wrapped(PARTS_EXPLAINED, width(), "  ")
 
@@ -240,7 +251,7 @@ def plan_sweep(
     Args:
         model: As for `plan`.
         sweeps: One or two keys with their values: ["tp=1,2,4"] or {"tp": [1, 2, 4]}. A key is `nodes`, `cluster`, a
-            field of the layout, or `recipe.KEY`.
+            field of the layout, `recipe.KEY`, or `layout` with several fields per value, separated by semicolons.
         cluster: As for `plan`, as are all other arguments.
         nodes: Number of nodes.
         layout: Fixed fields, the same in all rows. The rest is searched for each row.
@@ -263,6 +274,7 @@ def plan_sweep(
     for combination in product(*values.values()):
         keys = dict(zip(values, combination, strict=True))
         degrees = [f"{key}={setting}" for key, setting in keys.items() if key in LAYOUT_KEYS]
+        degrees += keys.get(WHOLE, "").replace(",", " ").split()
         more = [f"{key[7:]}={setting}" for key, setting in keys.items() if key.startswith("recipe.")]
         planned: PlannedLayout | None = None
         failure: MeshwrightError | None = None
@@ -290,16 +302,19 @@ def _values(sweeps: Sequence[str] | Mapping[str, Any]) -> dict[str, list[str]]:
     pairs = sweeps.items() if isinstance(sweeps, Mapping) else (word.partition("=")[::2] for word in sweeps)
     values: dict[str, list[str]] = {}
     for key, listed in pairs:
-        name, texts = key.strip().removeprefix("layout."), listed.split(",") if isinstance(listed, str) else listed
+        name = key.strip().removeprefix("layout.")
+        texts = listed.split(";" if name == WHOLE else ",") if isinstance(listed, str) else listed
         settings = [str(setting).strip() for setting in texts]
         shown = f"{key}={','.join(settings)}"
-        if name not in (*CLUSTER_KEYS, *LAYOUT_KEYS) and not name.startswith("recipe."):
+        if name not in (WHOLE, *CLUSTER_KEYS, *LAYOUT_KEYS) and not name.startswith("recipe."):
             remedy = f"{name!r} cannot be swept; {suggest(name, [*CLUSTER_KEYS, *LAYOUT_KEYS], 1)}, or recipe.KEY"
             raise ArgumentError("sweep", shown, remedy=remedy)
         if not all(settings) or len({*settings}) < len(settings) or name in values:
             raise ArgumentError("sweep", shown, "must give each value once", "write KEY=A,B,C")
-        for setting in settings if name in (*DEGREES, *WORDS) else ():
-            parse_part(f"{name}={setting}", "sweep")
+        parts = [f"{name}={setting}" for setting in settings if name in (*DEGREES, *WORDS)]
+        parts += [part for setting in settings if name == WHOLE for part in setting.replace(",", " ").split()]
+        for part in parts:
+            parse_part(part, "sweep")
         if name == "nodes" and not all(setting.isdecimal() for setting in settings):
             raise ArgumentError("sweep", shown, remedy="nodes takes whole numbers of 1 or more")
         values[name] = settings
