@@ -63,9 +63,10 @@ def test_a_run_behind_a_url_is_exported_behind_another_and_answers_from_there(
     assert "is there already: name another URL" in capsys.readouterr().err
 
 
-def test_a_page_goes_to_a_url(run: str) -> None:
+def test_a_page_goes_to_a_url(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     page = f"s3://{object_store.BUCKET}/pages/first.html"
     assert main(["report", run, "-o", page]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == f"uploaded to {page}"
     assert b"<html" in Location.open(page).read()[:200]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright.remote import transfer
-from meshwright.remote.locations import Location
+from meshwright.remote.locations import Location, reporting
 from meshwright.spec.errors import StoreError
 from tests.remote import object_store
 from tests.remote.object_store import Weather
@@ -84,6 +84,33 @@ def test_a_full_disk_is_named_at_once(folder: Location, tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "fsync", fill)
     with pytest.raises(StoreError, match=r"/a cannot be written: No space left on device; free some space"):
         transfer.download([(folder / "a", tmp_path / "a", "")])
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "sentence", "may_pass"),
+    [
+        # As adlfs 2026.8 and gcsfs 2026.10 raise them, against Azurite and a storage emulator.
+        ("az://box/x", ValueError("unable to connect to account for Must provide either a connection_string"),
+         "no credentials: set AZURE_STORAGE_CONNECTION_STRING", False),
+        ("az://box/x", type("ServiceRequestError", (Exception,), {})("Cannot connect to host"),
+         r"cannot be reached \(Cannot connect to host\): check the network", True),
+        ("gs://bucket/x", type("ClientConnectorError", (type("ClientConnectionError", (OSError,), {}),), {})("no host"),
+         r"cannot be reached \(no host\): check the network", True),
+        ("gs://bucket/x", type("DefaultCredentialsError", (Exception,), {})("not found"),
+         "no credentials: run `gcloud auth application-default login`", False),
+        ("s3://bucket/x", TimeoutError("late"), r"cannot be reached \(late\)", True),
+    ],
+)  # fmt: skip
+def test_errors_of_each_library_become_one_line(url: str, error: Exception, sentence: str, may_pass: bool) -> None:
+    with pytest.raises(StoreError, match=f"^{url}: {sentence}") as raised, reporting(url):
+        raise error
+    assert raised.value.may_pass == may_pass
+
+
+def test_a_container_that_is_not_there_is_a_missing_file() -> None:
+    error = type("ResourceNotFoundError", (Exception,), {})("The specified container does not exist.")
+    with pytest.raises(FileNotFoundError), reporting("az://nobox/x"):
+        raise error
 
 
 def test_parts_of_a_killed_process_are_removed(folder: Location, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """URLs among the words of a command: inputs become local copies, outputs are uploaded when the verb has ended."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 
 from meshwright.remote.locations import EXTRAS, Location, scheme
+from meshwright.spec.errors import printable
 
 OUTPUTS = frozenset({"-o", "--out", "--output", "--html", "--record"})
 """Options that name what is written."""
@@ -36,7 +38,7 @@ def with_local_paths(words: Sequence[str]) -> Iterator[list[str]]:
         return
     uncopied = URL_KEYS if words[0] == "tune" else URL_KEYS | STREAMED_KEYS
     which = next((word for before, word in pairwise(words) if before == "--checkpoint"), "last")
-    local, number = [words[0]], 0
+    local, number, uploaded = [words[0]], 0, list[str]()
     with ExitStack() as outputs:
         for before, word in pairwise(words):
             is_argument = not word.startswith("-") and not before.startswith("-")
@@ -53,5 +55,8 @@ def with_local_paths(words: Sequence[str]) -> Iterator[list[str]]:
                 local.append(word)
             else:
                 path = outputs.enter_context(upload_afterwards(url)) if is_output else copy_to_cache(url, which)
+                uploaded += [url] if is_output else []
                 local.append(f"{key}={path}" if key else str(path))
         yield local
+    for url in uploaded:  # the verb has named a file of this machine, which is gone by now
+        print(f"uploaded to {printable(url)}", file=sys.stderr)

@@ -8,6 +8,7 @@ with the first URL, its libraries with the first of their scheme.
 
 import errno
 import importlib
+import logging
 import os
 import random
 import socket
@@ -46,6 +47,12 @@ NO_CREDENTIALS = {
     "DefaultCredentialsError", "ClientAuthenticationError", "LocalTokenNotFoundError",
 }  # fmt: skip
 """Classes of the libraries' errors, by name: none of them is imported for it."""
+NO_ACCOUNT = "unable to connect to account"
+"""Beginning of adlfs' message without credentials, which has no class of its own."""
+UNREACHABLE = {"TimeoutError", "ConnectionError", "EndpointConnectionError", "ServiceRequestError",
+               "ClientConnectionError"}  # fmt: skip
+NO_CONTAINER = "ResourceNotFoundError"
+"""What Azure raises on writing where no container is. The other stores raise FileNotFoundError."""
 
 
 def is_url(path: object) -> bool:
@@ -98,6 +105,8 @@ class Location:
         with reporting(url):
             # Listings are never cached: other machines write, and a file that a listing lacked would stay missing.
             filesystem, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **OPTIONS.get(extra, {}))
+        if extra == "gcs":  # it logs each failed request with a traceback, and each is reported here
+            logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
         if extra in DRAWING:
             # The state of the global generator is part of a checkpoint: no request may change it, whatever fails.
             vars(importlib.import_module(DRAWING[extra]))["random"] = random.Random()
@@ -211,6 +220,7 @@ class Location:
         except FileNotFoundError:
             raise StoreError(f"{purpose}: {self} does not exist: create the bucket, or name another URL") from None
         except StoreError as error:
+            error.message = error.message.replace(str(probe), str(self))
             raise error.reworded(before=f"{purpose}: ") from None
 
 
@@ -228,6 +238,8 @@ def reporting(url: str) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except Exception as error:  # each library has classes of its own, and some raise plain exceptions
+        if type(error).__name__ == NO_CONTAINER:
+            raise FileNotFoundError(url) from error
         reason, may_pass = _explain(url, error)
         failure = StoreError(f"{printable(url)}: {reason}")
         failure.may_pass = may_pass
@@ -239,12 +251,12 @@ def _explain(url: str, error: Exception) -> tuple[str, bool]:
     classes = {kind.__name__ for cause in (error, error.__cause__, error.__context__) for kind in type(cause).__mro__}
     words = printable((str(error).strip().splitlines() or [type(error).__name__])[0])[:200]
     remedy = REMEDIES.get(EXTRAS.get(scheme(url), ""), "check the credentials")
-    if classes & NO_CREDENTIALS:
+    if classes & NO_CREDENTIALS or words.startswith(NO_ACCOUNT):
         return f"no credentials: {remedy}", False
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return f"no copy could be written to this machine ({os.strerror(error.errno)}): free some space there", False
     if isinstance(error, PermissionError):
         return f"not allowed ({words}): give these credentials the right, or take others", False
-    if isinstance(error, TimeoutError | ConnectionError) or "EndpointConnectionError" in classes:
+    if classes & UNREACHABLE:
         return f"cannot be reached ({words}): check the network and the address", True
     return f"{words}: fix that, or name another URL", True
