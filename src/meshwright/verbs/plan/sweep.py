@@ -154,11 +154,9 @@ class SweepAnswer(Answer):
         yield from wrapped(self.rule, width())
         yield ""
         # Whole layouts have a number: their fields are in the line below.
-        numbers = {
-            text: str(n) for n, text in enumerate(dict.fromkeys(row.keys.get(WHOLE) for row in self.sweep_rows), 1)
-        }
+        layouts = list(dict.fromkeys(row.keys.get(WHOLE) for row in self.sweep_rows))
         keys = [
-            tuple(numbers[text] if name == WHOLE else text for name, text in row.keys.items())
+            [f"{layouts.index(text) + 1}" if name == WHOLE else text for name, text in row.keys.items()]
             for row in self.sweep_rows
         ]
         widths = [max(map(len, column)) for column in zip(self.names, *keys, strict=True)]
