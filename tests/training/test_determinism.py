@@ -81,7 +81,8 @@ def test_only_attention_and_a_router_have_operations_of_which_torch_has_two(name
     assert {"index_add", "gather", "index_put"} <= changed and {"NLLLoss", "bincount", "cumsum"} <= refused
     seen = of_a_step(name)
     assert seen["_flash_attention_backward"] + seen["_scaled_dot_product_efficient_attention_backward"] > 0
-    assert changed & seen.keys() == slower and not refused & seen.keys()
+    # Quantized tensors alone may not be resized.
+    assert changed & seen.keys() == slower and not (refused - {"resize"}) & seen.keys()
     assert not {"index_add", "index_put"} & seen.keys(), "gradients of rows are added by nothing else either"
 
 
