@@ -328,8 +328,8 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := [name for name in options.names if name not in (*COLLECTIVES, QUESTIONS)]:
         parser.error(f"{unknown[0]} is none of {', '.join([*COLLECTIVES, QUESTIONS])}")
-    if options.processes < 1 or options.chunk < 1:
-        parser.error("--processes and --chunk are 1 or more")
+    if not 1 <= options.processes <= 64 or options.chunk < 1:
+        parser.error("--processes is 1 to 64, and --chunk 1 or more")
     if "RANK" in os.environ:
         work(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), options)
         return
