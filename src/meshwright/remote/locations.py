@@ -52,7 +52,7 @@ NO_ACCOUNT = "unable to connect to account"
 UNREACHABLE = {"TimeoutError", "ConnectionError", "EndpointConnectionError", "ServiceRequestError",
                "ClientConnectionError"}  # fmt: skip
 NO_CONTAINER = "ResourceNotFoundError"
-"""What Azure raises on writing where no container is. The other stores raise FileNotFoundError."""
+"""Class of Azure's error on writing where no container is. The other stores raise FileNotFoundError."""
 
 
 def is_url(path: object) -> bool:

@@ -136,7 +136,12 @@ def test_two_keys_are_a_grid_and_the_page_has_every_row(tmp_path: Path, capsys: 
     [
         (["--sweep", "tq=1,2"], "'tq' cannot be swept"),
         (["--sweep", "layout=tp=2; tq=2"], "tq"),
-        (["--sweep", "layout=tp=2;"], "must give each value once"),
+        (
+            ["--sweep", "layout=tp=2; tp=2"],
+            "--sweep 'layout=tp=2; tp=2' must give each value once: write layout='tp=8;",
+        ),
+        (["--sweep", "layout=;"], "must give each value once"),
+        (["--sweep", "layout=tp=2; tp=4", "--sweep", "tp=1,2"], "has tp alone and in a whole layout"),
         (["--sweep", "tp=1,1"], "--sweep tp=1,1 must give each value once"),
         (["--sweep", "tp"], "must give each value once: write KEY=A,B,C"),
         (["--sweep", "nodes=two"], "nodes takes whole numbers"),

@@ -110,7 +110,7 @@ function stripOf(half) {
   const parts = KINDS.filter((kind) => kinds[kind] > 0)
     .map((kind) => `<i style="width:${100 * kinds[kind] / most}%;background:var(--${kind})"></i>`);
   return `<p>${name}<strong class="${mark}">${word}</strong> <b>${gib(total)}</b>${capacity ? ` of ${gib(capacity)}` : ""}` +
-    (seconds === null ? "" : ` \u00b7 ${duration(seconds)} \u00b7 MFU ${Math.round(100 * mfuOf(half, state.recipe, seconds))} %`) +
+    (seconds === null ? "" : ` \u00b7 ${duration(seconds)} \u00b7 MFU ${Math.round(100 * mfuOf(half, state.recipe, seconds))}\u00a0%`) +
     `</p><div class="kinds">${parts.join("")}</div>`;
 }
 

@@ -307,8 +307,11 @@ def _values(sweeps: Sequence[str] | Mapping[str, Any]) -> dict[str, list[str]]:
         if name not in (WHOLE, *CLUSTER_KEYS, *LAYOUT_KEYS) and not name.startswith("recipe."):
             remedy = f"{name!r} cannot be swept; {suggest(name, [*CLUSTER_KEYS, *LAYOUT_KEYS], 1)}, or recipe.KEY"
             raise ArgumentError("sweep", shown, remedy=remedy)
-        if not all(settings) or len({*settings}) < len(settings) or name in values:
-            raise ArgumentError("sweep", shown, "must give each value once", "write KEY=A,B,C")
+        if name == WHOLE:
+            shown, settings = f"{key}={listed}", [setting for setting in settings if setting]
+        if not (settings and all(settings)) or len({*settings}) < len(settings) or name in values:
+            remedy = "write layout='tp=8; dp_shard=8 zero=3'" if name == WHOLE else "write KEY=A,B,C"
+            raise ArgumentError("sweep", shown, "must give each value once", remedy)
         parts = [f"{name}={setting}" for setting in settings if name in (*DEGREES, *WORDS)]
         parts += [part for setting in settings if name == WHOLE for part in setting.replace(",", " ").split()]
         for part in parts:
@@ -316,6 +319,9 @@ def _values(sweeps: Sequence[str] | Mapping[str, Any]) -> dict[str, list[str]]:
         if name == "nodes" and not all(setting.isdecimal() for setting in settings):
             raise ArgumentError("sweep", shown, remedy="nodes takes whole numbers of 1 or more")
         values[name] = settings
+    swept_twice = [key for key in values if any(f"{key}=" in text for text in values.get(WHOLE, ()))]
+    if swept_twice:
+        raise ArgumentError("sweep", rule=f"has {swept_twice[0]} alone and in a whole layout: leave one of them out")
     rows = len([*product(*values.values())])
     if not 1 <= len(values) <= 2 or rows > MOST_ROWS:
         raise ArgumentError("sweep", rule=f"takes one key or two, and at most {MOST_ROWS} combinations of their values")
