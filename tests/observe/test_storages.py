@@ -1,12 +1,15 @@
 """The watch on storages of known sizes, and on what torch.compile would take from its eyes."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from meshwright.observe.dryrun.storage_tracker import StorageWatch
+from meshwright import compat
+from meshwright.observe.dryrun.storage_tracker import FakeWatch, StorageWatch
+from meshwright.observe.profile.allocator import watching
 
 WIDTH = 64
 
@@ -66,3 +69,37 @@ def test_what_is_freed_after_a_watch_is_closed_is_no_event() -> None:
     lasting.clear()
     assert list(watch.events()) == before == [(0, 4 * WIDTH), (1, 4 * WIDTH), (2, 4 * WIDTH)]
     assert watch.now == 3 and all(record.died < 0 for record in watch.records)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_autograd_adds_gradients_in_place_where_it_alone_holds_the_first(shared: bool) -> None:
+    """As with real tensors, where `shared` keeps the first gradient alive for somebody else."""
+    size, others = 2**20, list[Tensor]()
+
+    class Gradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.new_zeros(())
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            summand = torch.ones(size)
+            if shared:
+                others.append(summand.detach())
+            return summand
+
+    def rise(watch: StorageWatch | None) -> float:
+        weight = torch.zeros(size, requires_grad=True)
+        loss = Gradient.apply(weight) + Gradient.apply(weight)  # type: ignore[no-untyped-call]
+        if watch is not None:
+            start = watch.now
+            loss.backward()
+            return watch.rise(start) / (4 * size)
+        with watching() as recorder:
+            loss.backward()
+        return max(held for _, held in recorder.totals()) / (4 * size)
+
+    with compat.fake_tensors(), FakeWatch() as watch:
+        dry = rise(watch)
+    others.clear()
+    assert dry == pytest.approx(rise(None), abs=0.01) == (3 if shared else 2)

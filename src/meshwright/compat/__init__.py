@@ -47,6 +47,7 @@ from meshwright.compat.fakes import data_dependent_errors as data_dependent_erro
 from meshwright.compat.fakes import fake_maker as fake_maker
 from meshwright.compat.fakes import fake_tensors as fake_tensors
 from meshwright.compat.fakes import fake_world as fake_world
+from meshwright.compat.fakes import has_own_memory as has_own_memory
 from meshwright.compat.fakes import is_fake as is_fake
 from meshwright.compat.fakes import lies_in_memory as lies_in_memory
 from meshwright.compat.fakes import storage_key as storage_key

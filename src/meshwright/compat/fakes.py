@@ -68,6 +68,12 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return mode
 
 
+def has_own_memory(x: torch.Tensor) -> bool:
+    """Return whether nothing else holds the memory of a tensor: it is no view, and no other tensor shares it."""
+    # Two hold it: the tensor, and the Python object that is asked.
+    return not x._is_view() and torch._C._storage_Use_Count(x.untyped_storage()._cdata) == 2
+
+
 def is_fake(x: torch.Tensor) -> bool:
     """Return whether a tensor has no values."""
     from torch._subclasses.fake_tensor import FakeTensor

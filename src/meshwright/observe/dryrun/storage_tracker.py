@@ -224,9 +224,9 @@ class FakeWatch(compat.BareMode, StorageWatch):
 
     def look(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and follow its outputs."""
-        # Autograd itself adds gradients that meet, in place where it alone holds one of them, but never those without
+        # Autograd itself adds gradients that meet, in place where it alone holds the first, but never those without
         # values. No line of Python is between its engine and this call.
-        if operation is ADD and sys._getframe(1).f_code is compat.BACKWARD and not all(x._is_view() for x in args[:2]):
+        if operation is ADD and sys._getframe(1).f_code is compat.BACKWARD and compat.has_own_memory(args[0]):
             return args[0]
         return super().look(operation, types, args, kwargs)
 
