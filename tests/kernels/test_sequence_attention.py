@@ -141,6 +141,18 @@ def _over_other_keys(q: Tensor, k: Tensor, v: Tensor, past: int) -> Tensor:
     return out
 
 
+def test_the_loops_take_tiles_from_64_queries_and_keys_on() -> None:
+    """Speed that no clock guards: on smaller tiles torch's kernel is as fast."""
+
+    def taken(queries: int, keys: int, **borders: int) -> bool:
+        q, k, v = (torch.zeros(1, 2, length, 16) for length in (queries, keys, keys))
+        tile = Tile(queries=slice(0, queries), keys=slice(0, keys), **borders)
+        return partial_attention._loops_take(q, k, v, tile)
+
+    assert taken(64, 64) and taken(64, 64, right=0) and taken(128, 32)
+    assert not taken(63, 64) and not taken(64, 128, right=0) and not taken(64, 64, left=7, right=0)
+
+
 @pytest.mark.parametrize("loops", [True, False])
 def test_parts_of_the_keys_add_up(loops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries of the second half: the first half of the keys whole, then their own, as context parallelism does."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from meshwright import compat
 from meshwright.data import Sequences
 from meshwright.kernels.attention import partial
 from meshwright.kernels.attention.attend import Mask, attend_reference, causal_mask
+from meshwright.kernels.c import sequence_attention, training_rows
 from meshwright.model import Transformer, build
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel.axes import ring
@@ -238,7 +239,9 @@ def test_a_gpu_takes_borders_as_its_kernel_documents_them(heads: tuple[int, int]
         assert _relative(computed.cpu().double(), right_one) < 2e-2
 
 
-WIDTHS = {"mha": (4, 4, 8, 8), "gqa": (4, 2, 8, 8), "mqa": (3, 1, 8, 8), "mla": (3, 3, 12, 8), "wide": (3, 3, 8, 12)}
+LOOPS = "widths of the compiled loops"
+WIDTHS = {"mha": (4, 4, 8, 8), "gqa": (4, 2, 8, 8), "mqa": (3, 1, 8, 8), "mla": (3, 3, 12, 8), "wide": (3, 3, 8, 12),
+          LOOPS: (4, 2, 32, 16)}  # fmt: skip
 """Query heads, key heads, widths of keys and of values; either may be the wider."""
 
 
@@ -282,7 +285,11 @@ def compare(cases: list[tuple[str, bool, str, int, bool]], fused: bool) -> dict[
     """On a rank: the worst difference of each case (route, split, widths, window, packed) from one device."""
     cp = make_mesh(Layout(cp=torch.distributed.get_world_size()))["cp"]
     worst = {}
-    with patch.object(ring, "can_fuse", lambda q, k: fused):
+    attended, loops = Mock(wraps=sequence_attention.attend), fused and training_rows.is_compiled()
+    with (
+        patch.object(ring, "can_fuse", lambda q, k: fused), patch.object(partial, "LEAST_PAIRS", 0),
+        patch.object(sequence_attention, "attend", attended),
+    ):  # fmt: skip
         for route, split, widths, window, packed in cases:
             arguments, whole = on_one_device(widths, window, packed)
             rows = documents() if packed else None
@@ -292,6 +299,10 @@ def compare(cases: list[tuple[str, bool, str, int, bool]], fused: bool) -> dict[
             computed = with_gradients(context_attend(cp, route), mine, mask)
             name = f"{route} {split} {widths} window={window} packed={packed}"
             worst[name] = max(far(a, take(b, cp, split)) for a, b in zip(computed, whole, strict=True))
+            # Whole tiles and causal ones of these widths go through the loops; a window has others.
+            if widths == LOOPS and not window:
+                assert bool(attended.call_count) == loops, name
+            attended.reset_mock()
     return worst
 
 
