@@ -17,7 +17,7 @@ from meshwright.data import Tokenizer, prepare
 from meshwright.data.preparation import check_sources
 from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.data.stored.encoding import prepare_store
-from meshwright.remote import transfer
+from meshwright.remote import locations
 from meshwright.remote.locations import Location
 from meshwright.spec import Data, Recipe
 from meshwright.spec.errors import DataError, StoreError
@@ -38,7 +38,7 @@ def server() -> Iterator[tuple[str, Weather]]:
     with object_store.serve() as served:
         patch = pytest.MonkeyPatch()
         object_store.use(patch, served[0])
-        patch.setattr(transfer, "FIRST_PAUSE_S", 0.01)
+        patch.setattr(locations, "FIRST_PAUSE_S", 0.01)
         yield served
         patch.undo()
 

@@ -12,7 +12,7 @@ from meshwright.remote.locations import Location
 from meshwright.spec.errors import PlanError, StoreError
 from meshwright.spec.plan.plan import Store
 from meshwright.store import checkpoint_folder
-from meshwright.store.mirror import StoredRun
+from meshwright.store.stored_run import StoredRun
 from meshwright.training import loop
 from meshwright.verbs.main import main
 from tests.remote import object_store
@@ -111,7 +111,7 @@ def test_a_copy_of_a_run_has_the_checkpoint_that_is_asked_for(server: Weather) -
     def copied(which: str) -> tuple[Path, int, float | None]:
         with with_local_paths(["generate", run.location.url, "--checkpoint", which]) as words:
             (saved,) = checkpoint_folder.list_checkpoints(Path(words[1]) / "checkpoints")
-            return saved.path, saved.step, saved.score
+            return Path(words[1]) / "checkpoints" / saved.name, saved.step, saved.score
 
     put(1, 1.0)
     put(2, 2.0)

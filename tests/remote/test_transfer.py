@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.remote import transfer
+from meshwright.remote import locations, transfer
 from meshwright.remote.locations import Location, reporting
 from meshwright.spec.errors import StoreError
 from tests.remote import object_store
@@ -39,7 +39,7 @@ def test_failing_requests_leave_the_global_random_generator_alone(
     import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()
-    monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(locations, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setenv("AWS_RETRY_MODE", mode)
     folder = Location.open(f"s3://{object_store.BUCKET}/random-{mode}")
     names = [str(number) for number in range(20)]
@@ -48,15 +48,15 @@ def test_failing_requests_leave_the_global_random_generator_alone(
     server.share, before, state = 0.3, server.failures, random.getstate()
     transfer.upload([(tmp_path / name, folder / name, "") for name in names])
     transfer.download([(folder / name, tmp_path / f"{name}.copy", "") for name in names])
-    transfer.persist(folder.list_files)
+    folder.list_files()
     server.share = 0.0
     assert server.failures - before > 5, "the weather was fine"
     assert random.getstate() == state
 
 
 def test_repetitions_end_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(transfer, "LONGEST_S", 0.0)
+    monkeypatch.setattr(locations, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(locations, "LONGEST_S", 0.0)
     attempts = []
 
     def work() -> None:
@@ -64,7 +64,7 @@ def test_repetitions_end_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         raise StoreError("later")
 
     with pytest.raises(StoreError, match="later"):
-        transfer.persist(work)
+        locations.persist(work)
     assert len(attempts) == 2
 
 

@@ -365,7 +365,7 @@ def test_broken_ones_are_passed_over_with_a_warning_and_left_alone(
     paths = [small(tmp_path, step, keep_last=2) for step in (1, 2)]
     (paths[1] / "state.json").unlink()
     assert checkpoint.find_latest(tmp_path) == paths[0]
-    assert "step-000002: state.json cannot be read" in caplog.text
+    assert "step-000002: state.json is missing" in caplog.text
     assert [bool(saved.problem) for saved in checkpoint.list_checkpoints(tmp_path)] == [False, True]
     small(tmp_path, 3, keep_last=2)
     small(tmp_path, 4, keep_last=2)

@@ -22,15 +22,16 @@ import torch.distributed as dist
 from meshwright import planfile
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel.health.heartbeat import Heartbeat
-from meshwright.remote import transfer
+from meshwright.remote import locations, transfer
 from meshwright.remote.locations import Location
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import CheckpointError, PlanError, RunError, StoreError
 from meshwright.spec.plan.plan import Store
 from meshwright.store import checkpoint_folder, durable, mirror
-from meshwright.store.mirror import StoredRun, Uploader
+from meshwright.store.mirror import Uploader
 from meshwright.store.run_folder import RunLock
 from meshwright.store.saver import UPLOADED
+from meshwright.store.stored_run import StoredRun
 from meshwright.training import loop
 from meshwright.training.job import check_without_common_folder
 from meshwright.verbs.main import main
@@ -56,7 +57,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No picture, no waiting for the disk, and short pauses before another attempt."""
     monkeypatch.setattr(os, "fsync", lambda number: None)
     monkeypatch.setattr("meshwright.training.plot.loss_plot", lambda records, path, **options: None)
-    monkeypatch.setattr(transfer, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(locations, "FIRST_PAUSE_S", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,7 @@ def test_failing_requests_cost_time_alone(
     assert weather.failures - before > 5, "the weather was fine"
     weather.share = 0.0
     assert_same_end(tmp_path / "broken", tmp_path / "whole")
-    assert not stored(url).find_problem(stored(url).list_checkpoints()[-1].name)
+    assert not stored(url).list_checkpoints()[-1].problem
 
 
 def test_a_damaged_tier_is_repaired_from_the_other(texts: Path, tmp_path: Path, url: str) -> None:
@@ -164,7 +165,7 @@ def test_what_failed_to_upload_is_uploaded_by_the_next_process(
     loop.run(plan(texts, run, url, steps=8), resume="auto")
     assert [entry.step for entry in stored(url).list_checkpoints()] == [8]
     stored(url).prune(1, step=8)
-    assert not stored(url).find_problem(stored(url).list_checkpoints()[-1].name)
+    assert not stored(url).list_checkpoints()[-1].problem
 
 
 def test_a_checkpoint_is_seen_whole_or_not_at_all(
@@ -175,11 +176,10 @@ def test_a_checkpoint_is_seen_whole_or_not_at_all(
     answer, problems, names = weather.application, list[str](), set[str]()
 
     def look() -> None:
-        for entry in transfer.persist(reader.list_checkpoints):
-            problem = reader.find_problem(entry.name)
+        for entry in reader.list_checkpoints():
             # Retention may remove it between two requests, COMMIT first.
-            if problem and entry.name in {other.name for other in transfer.persist(reader.list_checkpoints)}:
-                problems.append(f"{entry.name}: {problem}")
+            if entry.problem and entry.name in {other.name for other in reader.list_checkpoints()}:
+                problems.append(f"{entry.name}: {entry.problem}")
             names.add(entry.name)
 
     def answer_and_look(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -652,8 +652,8 @@ def test_four_ranks_killed_at_random_moments_with_the_store_alone(
         shutil.rmtree(tmp_path / "broken", ignore_errors=True)
         # A request of the killed process may still reach the server.
         time.sleep(1)
-        for entry in transfer.persist(stored(url).list_checkpoints):
-            assert not stored(url).find_problem(entry.name), entry.name
+        for entry in stored(url).list_checkpoints():
+            assert not entry.problem, entry.name
     assert start(4, *broken).wait(timeout=900) == 0
     assert_same_end(tmp_path / "broken", tmp_path / "whole")
 
@@ -706,7 +706,7 @@ def _descendants(process: int) -> list[int]:
 
 
 def _newest(url: str) -> int:
-    checkpoints = transfer.persist(stored(url).list_checkpoints)
+    checkpoints = stored(url).list_checkpoints()
     return checkpoints[-1].step if checkpoints else 0
 
 

@@ -125,9 +125,11 @@ def make(texts: Path, tmp_path: Path) -> Make:
 
 def states(run: Path) -> dict[int, dict[str, torch.Tensor]]:
     """Weights and moments of every checkpoint, by step."""
+    folder = run / "checkpoints"
+    states_by_step = {saved.step: tensors(folder / saved.name) for saved in checkpoint.list_checkpoints(folder)}
     return {
-        saved.step: {name: value for name, value in tensors(saved.path).items() if not name.startswith("rng.")}
-        for saved in checkpoint.list_checkpoints(run / "checkpoints")
+        step: {name: state for name, state in everything.items() if not name.startswith("rng.")}
+        for step, everything in states_by_step.items()
     }
 
 

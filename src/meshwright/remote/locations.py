@@ -2,22 +2,24 @@
 
     s3://BUCKET/KEY    gs://BUCKET/KEY    az://CONTAINER/KEY    hf://datasets/ORG/NAME/FILE    memory://NAME
 
-Credentials come from each library's own chain: environment, profile, or the role of the machine. fsspec is imported
-with the first URL, its libraries with the first of their scheme.
+A request that fails is repeated, unless another attempt would fail, too. Credentials come from each library's own
+chain: environment, profile, or the role of the machine. fsspec is imported with the first URL, its libraries with the
+first of their scheme.
 """
 
 import errno
+import hashlib
 import importlib
 import logging
 import os
 import random
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from meshwright.spec.errors import PlanError, StoreError, printable
 from meshwright.spec.extras import require
@@ -54,6 +56,15 @@ UNREACHABLE = {"TimeoutError", "ConnectionError", "EndpointConnectionError", "Se
 NO_CONTAINER = "ResourceNotFoundError"
 """Class of Azure's error on writing where no container is. The other stores raise FileNotFoundError."""
 
+ATTEMPTS = 8
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
+"""Pauses before another attempt double from the first to the longest. Eight attempts take half a minute."""
+LONGEST_S = 600.0
+"""After this time no third attempt begins: each may itself have waited for the network."""
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
 
 def is_url(path: object) -> bool:
     """Return whether a path names a scheme, known or not: `s3://bucket/key`."""
@@ -79,7 +90,10 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A file or a folder behind a URL. Operations raise StoreError, in one line with a remedy."""
+    """A file or a folder behind a URL.
+
+    Operations repeat requests that fail (`persist`), and raise StoreError, in one line with a remedy.
+    """
 
     url: str
     """The URL, with no slash at its end."""
@@ -143,49 +157,79 @@ class Location:
     def __str__(self) -> str:
         return printable(self.url)
 
+    def _request(self, work: Callable[[], T]) -> T:
+        def attempt() -> T:
+            with reporting(self.url):
+                return work()
+
+        return persist(attempt)
+
     def read(self, start: int | None = None, end: int | None = None) -> bytes:
         """Read bytes `start` to `end`, by default all of the file. Raises FileNotFoundError where there is none."""
-        with reporting(self.url):
-            return bytes(self.filesystem.cat_file(self.path, start=start, end=end))
+        return self._request(lambda: bytes(self.filesystem.cat_file(self.path, start=start, end=end)))
 
     def write(self, data: bytes) -> None:
         """Write a file at once: readers see all of it or nothing."""
-        with reporting(self.url):
-            self.filesystem.pipe_file(self.path, data)
+        if self.local is None:
+            self._request(lambda: self.filesystem.pipe_file(self.path, data))
+            return
+        self.local.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self.local.with_name(f".{self.name}.{os.getpid()}")
+        fresh.write_bytes(data)
+        fresh.replace(self.local)
 
-    def open_file(self, mode: str = "rb") -> BufferedIOBase:
-        """Open a file, with a small buffer that reads ahead. One for writing ("wb") appears when it is closed."""
-        with reporting(self.url):
-            stream: BufferedIOBase = self.filesystem.open(self.path, mode, block_size=PIECE_BYTES)
-            return stream
+    def upload(self, source: Path, wait: Callable[[int], None] | None = None) -> None:
+        """Copy a local file here. `wait`: called with the size of each piece before it is sent."""
 
-    def upload(self, source: Path) -> None:
-        """Copy a local file here. The library sends large files in parts."""
-        with reporting(self.url):
-            self.filesystem.put_file(str(source), self.path)
+        def send() -> None:
+            if wait is None:  # the library sends large files in parts, several at once
+                self.filesystem.put_file(str(source), self.path)
+                return
+            # Closing the stream sends the last part.
+            with source.open("rb") as file, self.filesystem.open(self.path, "wb", block_size=PIECE_BYTES) as stream:
+                while piece := file.read(PIECE_BYTES):
+                    wait(len(piece))
+                    stream.write(piece)
+
+        self._request(send)
 
     def download(self, target: Path, begun: Callable[[], None] = lambda: None) -> None:
         """Copy this file to a local path. `begun` is called after each piece that has come."""
         from fsspec.callbacks import Callback
 
-        with reporting(self.url):
-            callback = Callback(hooks={"begun": lambda *_, **__: begun()})
-            self.filesystem.get_file(self.path, str(target), callback=callback)
+        callback = Callback(hooks={"begun": lambda *_, **__: begun()})
+        self._request(lambda: self.filesystem.get_file(self.path, str(target), callback=callback))
+
+    def hash(self) -> str:
+        """Return the SHA-256 of this file in hexadecimal. Reads it in pieces, and writes nothing to disk."""
+
+        def digest() -> str:
+            with self.filesystem.open(self.path, "rb", block_size=PIECE_BYTES) as stream:
+                return hashlib.file_digest(stream, "sha256").hexdigest()
+
+        return self._request(digest)
 
     def describe(self) -> RemoteFile | None:
         """Return the file's size and version. None = there is no such file."""
         try:
-            with reporting(self.url):
-                entry = self.filesystem.info(self.path)
+            entry = self._request(lambda: self.filesystem.info(self.path))
         except FileNotFoundError:
             return None
         return _remote_file(self.name, entry) if entry["type"] == "file" else None
 
-    def list_files(self) -> list[RemoteFile]:
-        """List all files below this folder by name, at any depth. Empty when there is none."""
-        with reporting(self.url):
-            entries = self.filesystem.find(self.path, detail=True)
-        folder = self.path.strip("/") + "/"
+    def list_files(self, pattern: str = "") -> list[RemoteFile]:
+        """List all files below this folder by name, at any depth. Empty when there is none.
+
+        `pattern`: only those that match it, as `2026/**/*.parquet`; `**` = any number of folders.
+        """
+        filesystem, folder = self.filesystem, self.path.strip("/") + "/"
+        entries = self._request(
+            lambda: (
+                filesystem.glob(f"{self.path}/{pattern}", detail=True)
+                if pattern
+                else filesystem.find(self.path, detail=True)
+            )
+        )
         files = [
             _remote_file(path.strip("/").removeprefix(folder), entry)
             for path, entry in entries.items()
@@ -193,10 +237,14 @@ class Location:
         ]
         return sorted(files, key=lambda file: file.name)
 
+    def list_sizes(self) -> dict[str, int]:
+        """Return the size in bytes of each file below this folder, at any depth, by its name."""
+        return {file.name: file.size_bytes for file in self.list_files()}
+
     def remove(self) -> None:
         """Remove a file. One that is not there is no error."""
-        with suppress(FileNotFoundError), reporting(self.url):
-            self.filesystem.rm_file(self.path)
+        with suppress(FileNotFoundError):
+            self._request(lambda: self.filesystem.rm_file(self.path))
 
     def drop_unfinished_uploads(self) -> None:
         """Remove parts that killed processes have left below this folder, which no listing shows but S3 bills."""
@@ -211,16 +259,19 @@ class Location:
                 )
 
     def refuse_unwritable(self, purpose: str) -> None:
-        """Write and remove a small file. Raises StoreError: no credentials, no bucket, no right to write."""
+        """Write and remove a small file, in one attempt each.
+
+        Raises StoreError: no credentials, no bucket, no right to write.
+        """
         # Ranks of many machines may look at once.
-        probe = self / f".probe-{socket.gethostname()}-{os.getpid()}"
+        probe = f"{self.path}/.probe-{socket.gethostname()}-{os.getpid()}"
         try:
-            probe.write(b"may be removed\n")
-            probe.remove()
+            with reporting(self.url):
+                self.filesystem.pipe_file(probe, b"may be removed\n")
+                self.filesystem.rm_file(probe)
         except FileNotFoundError:
             raise StoreError(f"{purpose}: {self} does not exist: create the bucket, or name another URL") from None
         except StoreError as error:
-            error.message = error.message.replace(str(probe), str(self))
             raise error.reworded(before=f"{purpose}: ") from None
 
 
@@ -260,3 +311,23 @@ def _explain(url: str, error: Exception) -> tuple[str, bool]:
     if classes & UNREACHABLE:
         return f"cannot be reached ({words}): check the network and the address", True
     return f"{words}: fix that, or name another URL", True
+
+
+def persist(work: Callable[[], T]) -> T:
+    """Repeat a request until it succeeds, with growing pauses, at most ATTEMPTS times or about LONGEST_S.
+
+    What no repetition can cure is raised at once: a missing file, missing credentials, a missing right.
+    """
+    begun_s = time.monotonic()
+    for attempt in range(ATTEMPTS):
+        try:
+            return work()
+        except StoreError as error:
+            is_late = attempt > 0 and time.monotonic() - begun_s > LONGEST_S
+            if not error.may_pass or is_late or attempt == ATTEMPTS - 1:
+                raise
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt)
+            log.debug("%s: attempt %d of %d", error, attempt + 1, ATTEMPTS)
+        # Ranks that failed together must not come back together.
+        time.sleep(pause_s * (0.5 + random.Random().random()))
+    raise AssertionError("the last attempt returns or raises")

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +60,17 @@ class Commit:
         """Total size of all files but COMMIT."""
         return sum(file.size_bytes for file in self.files)
 
+    def find_problem(self, sizes: Mapping[str, int]) -> str:
+        """Return what is wrong with the files of a folder, by their sizes. Empty = each has its full length."""
+        for file in self.files:
+            if file.name not in sizes:
+                return f"{file.name} is missing"
+            if sizes[file.name] != file.size_bytes:
+                return f"{file.name} has {sizes[file.name]:,} bytes instead of {file.size_bytes:,}"
+        # A shard that COMMIT does not list would be read all the same, since the reader takes all files.
+        foreign = {name for name in sizes if name.endswith(".safetensors")} - {file.name for file in self.files}
+        return f"{min(foreign)} does not belong to it" if foreign else ""
+
 
 def record_file(path: Path) -> FileRecord:
     """Hash a file on disk."""
@@ -91,20 +102,12 @@ def read_commit(folder: Path) -> Commit:
 
 def check_sizes(folder: Path, commit: Commit) -> None:
     """Raise DamagedCheckpoint unless every file exists in full length. Costs one stat call per file."""
-    for file in commit.files:
-        try:
-            size = (folder / file.name).stat().st_size
-        except OSError as error:
-            raise _report_damage(folder, f"{file.name} cannot be read ({error.strerror})") from None
-        if size != file.size_bytes:
-            raise _report_damage(
-                folder, f"{file.name} is truncated or changed: {size} bytes instead of {file.size_bytes}"
-            )
-    # A shard that COMMIT does not list would be read all the same, since the reader takes all files.
-    listed = {file.name for file in commit.files}
-    for path in folder.glob("*.safetensors"):
-        if path.name not in listed:
-            raise _report_damage(folder, f"{path.name} does not belong to it")
+    try:
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    except OSError as error:
+        raise _report_damage(folder, f"{error.filename or 'it'} cannot be read ({error.strerror})") from None
+    if problem := commit.find_problem(sizes):
+        raise _report_damage(folder, problem)
 
 
 def check_hashes(folder: Path, files: Iterable[FileRecord], begun: Callable[[], None] = lambda: None) -> None:
@@ -186,9 +189,10 @@ def _canonical_json(body: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """One checkpoint in a run's folder."""
+    """One checkpoint of a run, in its folder or behind a URL."""
 
-    path: Path
+    name: str
+    """Name of its folder."""
     step: int
     score: float | None = None
     """Held-out loss; lower is better. None = not evaluated."""
@@ -235,14 +239,14 @@ def find_latest(folder: Path) -> Path | None:
     """
     for saved in reversed(list_checkpoints(folder)):
         if not saved.problem:
-            return saved.path
+            return folder / saved.name
         log.warning("passed over: %s", saved.problem)
     return None
 
 
 def list_newest_first(folder: Path) -> list[Path]:
     """List the paths of all checkpoints, damaged or not, newest first."""
-    return [saved.path for saved in reversed(list_checkpoints(folder))]
+    return [folder / saved.name for saved in reversed(list_checkpoints(folder))]
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -252,8 +256,8 @@ def is_checkpoint(path: Path) -> bool:
 
 def find_best(folder: Path) -> Path | None:
     """Return the checkpoint with the lowest score, the earliest among equals. None when none was evaluated."""
-    lowest = _best([saved for saved in list_checkpoints(folder) if not saved.problem])
-    return lowest.path if lowest else None
+    best = best_of([saved for saved in list_checkpoints(folder) if not saved.problem])
+    return folder / best.name if best else None
 
 
 def sweep(folder: Path) -> None:
@@ -318,8 +322,8 @@ def remove_surplus(folder: Path, step: int, keep_last: int, uploading: int | Non
     sound = [saved for saved in list_checkpoints(folder) if not saved.problem]
     # The best one is kept in addition to the newest, and none of an abandoned future.
     current = [saved for saved in sound if saved.step <= step]
-    retained = [*current[-max(1, keep_last) :], _best(current)]
-    _remove(saved.path for saved in sound if saved not in retained and saved.step != uploading)
+    retained = [*current[-max(1, keep_last) :], best_of(current)]
+    _remove(folder / saved.name for saved in sound if saved not in retained and saved.step != uploading)
     # From when machines shared no folder.
     _remove(folder.glob(_PARTS + "*"))
 
@@ -368,10 +372,11 @@ def _look(path: Path, step: int) -> Saved:
         commit = read_commit(path)
         check_sizes(path, commit)
     except CheckpointError as error:
-        return Saved(path=path, step=step, problem=str(error))
-    return Saved(path=path, step=commit.step, score=commit.score, size_bytes=commit.size_bytes)
+        return Saved(name=path.name, step=step, problem=str(error))
+    return Saved(name=path.name, step=commit.step, score=commit.score, size_bytes=commit.size_bytes)
 
 
-def _best(checkpoints: Sequence[Saved]) -> Saved | None:
+def best_of(checkpoints: Sequence[Saved]) -> Saved | None:
+    """Return the checkpoint with the lowest held-out loss, the earliest of equals. None = none was evaluated."""
     scored = [(saved.score, saved.step, saved) for saved in checkpoints if saved.score is not None]
     return min(scored, key=lambda entry: entry[:2])[2] if scored else None

@@ -15,13 +15,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from meshwright.remote.locations import Location, RemoteFile
-from meshwright.remote.transfer import download, persist, upload
+from meshwright.remote.transfer import download, upload
 from meshwright.spec.errors import StoreError
 from meshwright.spec.user_cache import lock, writable_root
 from meshwright.store import checkpoint_folder
 from meshwright.store.durable import check_room, replace_file
-from meshwright.store.mirror import CHECKPOINTS, StoredRun
 from meshwright.store.run_folder import BEST, LAST
+from meshwright.store.stored_run import CHECKPOINTS, StoredRun
 
 MANIFEST = ".copied.json"
 UNUSED_S = 86_400.0
@@ -41,10 +41,10 @@ def copy_to_cache(url: str, which: str = LAST) -> Path:
     with lock(folder):
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / location.name
-        if single := persist(location.describe):
+        if single := location.describe():
             _bring(location.parent, [single], folder)
             return target
-        files = persist(location.list_files)
+        files = location.list_files()
         if not files:
             raise StoreError(f"{location} is neither a file nor a folder with files: check the name, and its bucket")
         if any(file.name.startswith(f"{CHECKPOINTS}/") for file in files):
@@ -75,9 +75,10 @@ def _bring_run(run: StoredRun, folder: Path, which: str) -> Path:
 def _choose(run: StoredRun, which: str) -> str:
     """Return the name of a run's newest sound checkpoint, of the best, or of that of a step."""
     step = int(which) if which.isdigit() else None
-    names = (stored.name for stored in run.newest_first() if step in (None, stored.step))
-    if name := run.find_best(names) if which == BEST else next(names, ""):
-        return name
+    sound = (saved for saved in run.newest_first() if step in (None, saved.step))
+    chosen = checkpoint_folder.best_of(list(sound)) if which == BEST else next(sound, None)
+    if chosen is not None:
+        return chosen.name
     raise StoreError(
         f"{run.location} has no checkpoint that can be used ({which}): see `meshwright runs {run.location}`"
     )
@@ -108,7 +109,7 @@ def upload_afterwards(url: str) -> Iterator[Path]:
     """
     location = Location.open(url)
     location.parent.refuse_unwritable(url)
-    if persist(location.describe) or persist(location.list_files):
+    if location.describe() or location.list_files():
         raise StoreError(f"{location} is there already: name another URL, or remove it first")
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         path = Path(folder) / location.name

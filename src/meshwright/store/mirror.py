@@ -1,13 +1,7 @@
-"""A run's second tier: its checkpoints and records behind a URL, written after the local ones.
-
-    URL/run-id                                                  random name of the run that the store belongs to
-    URL/plan.yaml, tokenizer.json, metrics.jsonl ...            files of the run folder
-    URL/checkpoints/step-000060-5f0c9e21/shard-..., state.json
-    URL/checkpoints/step-000060-5f0c9e21/COMMIT                 last: before it, the checkpoint does not exist
+"""Upload of a run's checkpoints and records to its store, after they were written to local disk (stored_run.py).
 
 Each rank uploads the files that it wrote. Rank 0 waits until the store lists all of them, then uploads COMMIT: ranks
-need no exchange, and one that dies leaves nothing that looks like a checkpoint. Every upload has a folder of its own,
-so that files of a killed attempt, or of an abandoned course of training, never mix with new ones.
+need no exchange, and one that dies leaves nothing that looks like a checkpoint.
 """
 
 import json
@@ -15,32 +9,26 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
 
 from meshwright.remote.locations import Location
-from meshwright.remote.transfer import Throttle, download, list_sizes, persist, remove_parts, upload
-from meshwright.spec.errors import CheckpointError, DamagedCheckpoint, StoreError, argument
+from meshwright.remote.transfer import Throttle, upload
+from meshwright.spec.errors import StoreError
 from meshwright.spec.plan.plan import Store
 from meshwright.spec.units import many
 from meshwright.store import checkpoint_folder
 from meshwright.store.checkpoint_folder import COMMIT, Commit
-from meshwright.store.durable import check_room, replace_file
+from meshwright.store.stored_run import StoredRun
 
-CHECKPOINTS = "checkpoints"
-RUN_ID = "run-id"
-"""File of a run folder and of its store: two runs never mix in one store."""
-_NAME = re.compile(r"step-(\d+)-[0-9a-f]{8}")
 _FAILED = "failed-"
 """Start of the name of a file with the reason why a rank could not upload its own."""
 READY = "ready\n"
@@ -62,183 +50,6 @@ NOT_MIRRORED = ("loss.png",)
 """Files of a run folder that stay on their machine, in addition to hidden ones: a picture is drawn again."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Stored:
-    """One committed checkpoint in the store."""
-
-    step: int
-    name: str
-    size_bytes: int
-    """Size of all its files, by the listing. COMMIT has the sizes that they should have."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRun:
-    """A run behind a URL, for reading and for removing what is too old."""
-
-    location: Location
-
-    @property
-    def checkpoints(self) -> Location:
-        """Folder of all checkpoints."""
-        return self.location / CHECKPOINTS
-
-    def list_checkpoints(self) -> list[Stored]:
-        """List committed checkpoints by rising step, those of one step by name."""
-        return self._list()[0]
-
-    def _list(self) -> tuple[list[Stored], list[str]]:
-        """Return committed checkpoints, and the names of all others."""
-        sizes: dict[str, int] = {}
-        whole = set()
-        for path, size_bytes in list_sizes(self.checkpoints).items():
-            folder, _, name = path.partition("/")
-            sizes[folder] = sizes.get(folder, 0) + size_bytes
-            if name == COMMIT:
-                whole.add(folder)
-        steps = {name: match for name in whole if (match := _NAME.fullmatch(name))}
-        committed = [Stored(int(match[1]), name, sizes[name]) for name, match in steps.items()]
-        return sorted(committed), [name for name in sizes if name not in whole]
-
-    def read_commit(self, name: str) -> Commit:
-        """Read COMMIT of a checkpoint. Raises DamagedCheckpoint, CheckpointError for a newer version, StoreError."""
-        folder = self.checkpoints / name
-        try:
-            raw = persist((folder / COMMIT).read)
-        except FileNotFoundError:
-            raise DamagedCheckpoint(f"checkpoint {folder}: it has no {COMMIT}, its upload did not end") from None
-        return checkpoint_folder.decode_commit(str(folder), raw)
-
-    def find_problem(self, name: str) -> str:
-        """Return what is wrong with a checkpoint by its listing. Empty = every file has its size."""
-        try:
-            commit = self.read_commit(name)
-        except CheckpointError as error:
-            return str(error)
-        sizes = list_sizes(self.checkpoints / name)
-        for file in commit.files:
-            if file.name not in sizes:
-                return f"{file.name} is missing"
-            if sizes[file.name] != file.size_bytes:
-                return f"{file.name} has {sizes[file.name]:,} bytes instead of {file.size_bytes:,}"
-        return ""
-
-    def newest_first(self) -> Iterator[Stored]:
-        """Yield checkpoints whose files have their sizes. Others are logged."""
-        for stored in reversed(self.list_checkpoints()):
-            if problem := self.find_problem(stored.name):
-                log.warning("passed over: checkpoint %s: %s", self.checkpoints / stored.name, problem)
-            else:
-                yield stored
-
-    def find_copies(self, path: Path) -> list[str]:
-        """Return the names of sound copies of a local checkpoint. Where its COMMIT is readable, theirs is the same."""
-        local = None
-        with suppress(CheckpointError):
-            local = checkpoint_folder.read_commit(path)
-        names = [stored.name for stored in self.list_checkpoints() if f"step-{stored.step:06d}" == path.name]
-        # Another course of training may have saved the same step.
-        return [name for name in names if not self.find_problem(name) and local in (None, self.read_commit(name))]
-
-    def find_best(self, names: Iterable[str]) -> str:
-        """Return the checkpoint with the lowest held-out loss, the earliest of equals. Empty = none was evaluated."""
-        scores = {}
-        for name in names:
-            with suppress(CheckpointError):
-                if (score := self.read_commit(name).score) is not None:
-                    scores[name] = score, name
-        return min(scores, key=lambda name: scores[name]) if scores else ""
-
-    def remove(self, name: str) -> None:
-        """Remove a checkpoint. COMMIT goes first, so that no reader takes what is left for a whole one."""
-        folder = self.checkpoints / name
-        for file in sorted(list_sizes(folder), key=lambda file: file != COMMIT):
-            persist((folder / file).remove)
-
-    def prune(self, keep_last: int, *, step: int | None = None, uploading: str = "") -> list[str]:
-        """Remove all but the newest `keep_last` whole checkpoints and the best. Damaged newer ones remain.
-
-        Returns the names of what was removed.
-
-        Args:
-            keep_last: Number of steps.
-            step: Step of the run that owns the store. Later ones and unfinished uploads are removed, too. None = the
-                caller does not own it, so an unfinished upload may be one under way.
-            uploading: Name that must not be touched.
-        """
-        committed, partial = self._list()
-        current = [entry for entry in committed if step is None or entry.step <= step]
-        retained, steps = {uploading}, set[int]()
-        for entry in reversed(current):
-            # A step may be there twice, from before and after a resumption.
-            if len(steps) == max(1, keep_last) and entry.step not in steps:
-                # The best is looked for only where something older is about to go.
-                retained.add(self.find_best([entry.name for entry in current]))
-                break
-            retained.add(entry.name)
-            if not self.find_problem(entry.name):
-                steps.add(entry.step)
-        surplus = [entry.name for entry in committed if entry.name not in retained]
-        surplus += [name for name in partial if step is not None and name != uploading]
-        for name in surplus:
-            self.remove(name)
-        if step is not None:
-            try:
-                self.location.drop_unfinished_uploads()
-            except StoreError as error:  # a right that not everybody has, and that uploads do not need
-                log.debug("unfinished uploads remain: %s", error)
-        return surplus
-
-    def fetch_records(self, run: Path) -> None:
-        """Download the files of the run folder: plan, tokenizer, metrics. They replace what is there."""
-        names = [name for name in list_sizes(self.location) if "/" not in name and not name.startswith(".")]
-        download([(self.location / name, run / name, "") for name in names])
-
-    def fetch(
-        self, name: str, checkpoints: Path, part: tuple[int, int] = (0, 1), begun: Callable[[], None] = lambda: None
-    ) -> Path:
-        """Download every n-th file of a checkpoint that is missing or damaged. `part`: (index, n).
-
-        Returns the hidden folder that `publish` makes visible once all parts are there. `begun` is called after each
-        piece. Raises StoreError, DamagedCheckpoint.
-        """
-        commit, hidden = self.read_commit(name), checkpoints / f"{checkpoint_folder.FETCHING}{name}"
-        hidden.mkdir(parents=True, exist_ok=True)
-        _, whole = checkpoint_folder.paths_of_step(checkpoints, commit.step)
-        holders = whole, checkpoint_folder.path_of_parts(whole)
-        index, parts = part
-        missing = []
-        for file in commit.files[index::parts]:
-            begun()
-            if not checkpoint_folder.find_difference(hidden, file):
-                continue
-            intact = (path for path in holders if not checkpoint_folder.find_difference(path, file))
-            if (holder := next(intact, None)) is None:
-                missing.append(file)
-            else:
-                (hidden / file.name).unlink(missing_ok=True)
-                try:
-                    (hidden / file.name).hardlink_to(holder / file.name)
-                except OSError:  # a file system without links
-                    shutil.copyfile(holder / file.name, hidden / file.name)
-        # Ranks may share the disk.
-        check_room(hidden, parts * sum(file.size_bytes for file in missing), self.checkpoints / name)
-        download([(self.checkpoints / name / file.name, hidden / file.name, file.sha256) for file in missing], begun)
-        return hidden
-
-    def publish(self, name: str, hidden: Path) -> Path:
-        """Write COMMIT into a downloaded checkpoint and make it visible. Returns its path."""
-        commit = self.read_commit(name)
-        remove_parts(hidden, 0.0)
-        checkpoint_folder.check_sizes(hidden, commit)
-        _, target = checkpoint_folder.paths_of_step(hidden.parent, commit.step)
-        checkpoint_folder.commit(hidden, target, commit)
-        # launch.sh asks what a run has saved since it started.
-        with suppress(OSError):
-            os.utime(target, (0, 0))
-        return target
 
 
 class Mirror:
@@ -387,7 +198,7 @@ class Uploader:
             return
         self.upload_records(path.parent.parent)
         self._wait_for_files(target, commit)
-        persist(lambda: (target / COMMIT).write(checkpoint_folder.encode_commit(commit)))
+        (target / COMMIT).write(checkpoint_folder.encode_commit(commit))
         # Only now: until the new one is committed, the old ones are all there is.
         try:
             self.run.prune(self.store.keep_last, step=commit.step, uploading=name)
@@ -398,7 +209,7 @@ class Uploader:
     def report_failure(self, name: str, problem: str) -> None:
         """Tell rank 0, if the store can be written at all, why the files of this rank will not come."""
         with suppress(Exception):
-            persist(lambda: (self.run.checkpoints / name / f"{_FAILED}{self.rank}").write(problem.encode()))
+            (self.run.checkpoints / name / f"{_FAILED}{self.rank}").write(problem.encode())
 
     def upload_records(self, folder: Path) -> None:
         """Upload the files of the run folder that have changed since."""
@@ -417,12 +228,12 @@ class Uploader:
         pause_s, longest_s = POLL_S
         last_missing, since_s = len(needed), time.monotonic()
         while True:
-            present = list_sizes(target)
+            present = target.list_sizes()
             missing = [name for name, size in needed.items() if present.get(name) != size]
             if not missing:
                 return
             if failed := [name for name in present if name.startswith(_FAILED)]:
-                reason = persist((target / failed[0]).read).decode(errors="replace")
+                reason = (target / failed[0]).read().decode(errors="replace")
                 raise StoreError(f"rank {failed[0].removeprefix(_FAILED)} could not upload its files: {reason}")
             if len(missing) < last_missing:
                 last_missing, since_s = len(missing), time.monotonic()
@@ -471,96 +282,9 @@ def serve_uploads(settings: str, rank: str, writers: str) -> None:
         print(json.dumps(problem), file=answers, flush=True)
 
 
-def check_store(store: Store, resume: str, folder: Path) -> int | None:
-    """Return the step of the newest checkpoint in the store. None = it has none. Raises PlanError, StoreError.
-
-    Refused are a store that cannot be written, and one of another run than that of `folder`. With resume=no: one with
-    checkpoints. With resume=auto: one whose newest does not fit on disk. With a path: one with later steps.
-    """
-    run = StoredRun(Location.open(store.url))
-    run.location.refuse_unwritable("store.url")
-    stored = run.list_checkpoints()
-    if stored and resume not in ("no", "auto"):
-        step = checkpoint_folder.read_commit(Path(resume)).step
-        # Until the first new checkpoint is there, resume=auto would go on with the course that is abandoned here.
-        if stored[-1].step > step:
-            raise StoreError(
-                f"{argument('store.url', store.url)} has checkpoints up to step {stored[-1].step}, and the run goes "
-                f"back to step {step}: choose another {argument('store.url')}"
-            )
-    if stored and resume == "no":
-        raise StoreError(
-            f"{argument('store.url', store.url)} already holds a run (last checkpoint: step {stored[-1].step}): "
-            f"resume=auto continues it, or choose another {argument('store.url')}"
-        )
-    _refuse_other_run(store, resume, folder)
-    if resume == "auto":
-        # Before hours of encoding: this checks the room for what is to be fetched.
-        choose_newer(run, folder)
-    return stored[-1].step if stored else None
-
-
-def read_local_id(folder: Path) -> str:
-    """Return the id of a folder's run. Empty = it has none."""
-    return path.read_text(encoding="utf-8") if (path := folder / RUN_ID).is_file() else ""
-
-
-def read_stored_id(store: Store) -> str:
-    """Return the id of a store's run. Empty = it is new."""
-    try:
-        return persist((Location.open(store.url) / RUN_ID).read).decode(errors="replace")
-    except FileNotFoundError:
-        return ""
-
-
-def _refuse_other_run(store: Store, resume: str, folder: Path) -> str:
-    """Return the id of the run that the store belongs to, empty when it is new. Raises StoreError for another run."""
-    stored, local = read_stored_id(store), read_local_id(folder)
-    # A wiped disk: the run goes on from its store.
-    is_new = resume == "auto" and not local and not checkpoint_folder.list_checkpoints(folder / CHECKPOINTS)
-    if stored and local != stored and not is_new:
-        raise StoreError(
-            f"{argument('store.url', store.url)} belongs to another run than {argument('run', folder)}: resume=auto in "
-            f"a new {argument('run')} continues it, or choose another {argument('store.url')}"
-        )
-    return stored
-
-
-def claim_store(store: Store, resume: str, folder: Path) -> None:
-    """Give a run folder and its store the same id, a random one where they are new. Raises StoreError."""
-    stored, path = _refuse_other_run(store, resume, folder), folder / RUN_ID
-    if not path.exists():
-        replace_file(path, (stored or secrets.token_hex(16)).encode())
-    if not stored:
-        persist(lambda: (Location.open(store.url) / RUN_ID).write(path.read_bytes()))
-
-
 def upload_last_records(store: Store, folder: Path) -> None:
     """Upload what a run has written after its last checkpoint. A failure is logged: the checkpoint is there."""
     try:
         Uploader(store, rank=0, writers=1).upload_records(folder)
     except StoreError as error:
         log.warning("the last records of the run are not in the store: %s", error)
-
-
-def choose_newer(run: StoredRun, folder: Path, damaged: Collection[str] = (), *, everywhere: bool = False) -> str:
-    """Return the name of the newest sound checkpoint in the store. Empty = local disk is as new, or newer.
-
-    `folder`: the run's folder. `damaged`: names that turned out to be damaged. `everywhere`: other machines need it,
-    whatever this one has. Raises StoreError when the disk of the folder has too little room, DamagedCheckpoint when
-    nothing but damaged checkpoints is there.
-    """
-    checkpoints = [] if everywhere else checkpoint_folder.list_checkpoints(folder / CHECKPOINTS)
-    local = [saved.step for saved in checkpoints if not saved.problem]
-    for stored in run.newest_first():
-        if local and stored.step <= max(local):
-            break
-        if stored.name not in damaged:
-            if not everywhere:  # each machine looks for itself how much is missing
-                check_room(folder, stored.size_bytes, run.checkpoints / stored.name)
-            return stored.name
-    if damaged and not local:
-        raise DamagedCheckpoint(
-            f"no checkpoint of {run.location} can be used: see `meshwright runs {run.location} --verify`"
-        )
-    return ""

@@ -195,7 +195,7 @@ def _choose(run: RunFolder, which: str) -> Path:
             )
         return best
     check_checkpoint(which)
-    path = next((saved.path for saved in listing if saved.step == int(which)), None)
+    path = next((run.checkpoints / saved.name for saved in listing if saved.step == int(which)), None)
     if path is None:
         steps = ", ".join(str(saved.step) for saved in listing) or "none"
         raise CheckpointError(

@@ -269,7 +269,9 @@ class RunFolder:
     def _write_tokenizer(self, tokenizer: Tokenizer | None, checkpoints: list[checkpoint_folder.Saved]) -> None:
         """Write the tokenizer. In a run with checkpoints it must equal theirs, even if tokenizer.json was lost."""
         fingerprint = tokenizer.fingerprint if tokenizer else ""
-        if checkpoints and (self.tokenizer.exists() or fingerprint != _tokenizer_of(checkpoints[-1].path)):
+        if checkpoints and (
+            self.tokenizer.exists() or fingerprint != _tokenizer_of(self.checkpoints / checkpoints[-1].name)
+        ):
             before = Tokenizer.load(self.tokenizer).fingerprint if self.tokenizer.exists() else None
             if before is None and fingerprint:
                 raise RunError(

@@ -44,7 +44,7 @@ from meshwright.training.step.watch import Forecast
 
 if TYPE_CHECKING:
     from meshwright.store.folder_ranks import FolderRanks
-    from meshwright.store.mirror import StoredRun
+    from meshwright.store.stored_run import StoredRun
 
 log = logging.getLogger(__name__)
 MEASURED_ROWS = 256
@@ -67,7 +67,7 @@ def check_resume(plan: Plan, resume: str) -> int | None:
     checkpoint_folder.check_resume(resume)
     stored_step = None
     if plan.store.url:
-        from meshwright.store.mirror import check_store
+        from meshwright.store.stored_run import check_store
 
         stored_step = check_store(plan.store, resume, Path(plan.run))
     # Only a run that begins reads first weights; adapters need their base every time.
@@ -341,9 +341,9 @@ def prepare_machines(job: Job, run: Path) -> RunLock | None:
     """
     if job.sharing is None:
         return None
-    from meshwright.store.mirror import read_local_id, read_stored_id
+    from meshwright.store.stored_run import read_local_id
 
-    run_id = job.rank_zero.broadcast(lambda: read_stored_id(job.plan.store) or read_local_id(run))
+    run_id = job.rank_zero.broadcast(lambda: _open_store(job.plan.store.url).read_id() or read_local_id(run))
 
     def prepare() -> RunLock:
         checkpoints, local_id = run / "checkpoints", read_local_id(run)
@@ -380,7 +380,7 @@ def fetch_newest(job: Job, run: Path) -> None:
     """Bring the newest checkpoint of the plan's store to local disk, unless that has one as new. All ranks together."""
     if not job.plan.store.url or job.resume != "auto":
         return
-    from meshwright.store.mirror import choose_newer
+    from meshwright.store.stored_run import choose_newer
 
     stored = _open_store(job.plan.store.url)
     damaged: list[str] = []
@@ -431,7 +431,7 @@ def repair_from_store(job: Job, path: Path) -> bool:
 
 def _open_store(url: str) -> "StoredRun":
     from meshwright.remote.locations import Location
-    from meshwright.store.mirror import StoredRun
+    from meshwright.store.stored_run import StoredRun
 
     return StoredRun(Location.open(url))
 

@@ -146,7 +146,7 @@ class Trainer:
         # Watchers come before the first step: a service that cannot be reached ends the run here.
         self._notify("started", self._describe_run())
         if self.plan.store.url:
-            from meshwright.store.mirror import RUN_ID, claim_store
+            from meshwright.store.stored_run import RUN_ID, claim_store
 
             # Only now: the folder of a run that was refused goes away, and its store would have no owner.
             self.job.rank_zero.run(lambda: claim_store(self.plan.store, self.job.resume, self.folder.path))
@@ -355,7 +355,7 @@ class Trainer:
         self._spike, rollbacks = None, self.state.spikes.rollbacks + 1
         self.saver.wait()
         checkpoints = self.job.rank_zero.broadcast(lambda: checkpoint_folder.list_checkpoints(self.folder.checkpoints))
-        earlier = [saved.path for saved in reversed(checkpoints) if saved.step < spike.begun]
+        earlier = [self.folder.checkpoints / saved.name for saved in checkpoints[::-1] if saved.step < spike.begun]
         path = None
         if rollbacks <= most:
             with suppress(CheckpointError):  # all are damaged, on all ranks alike

@@ -30,14 +30,13 @@ from meshwright.data.stored.index import (
     index_bytes,
     read_document,
     read_index,
-    write_file,
 )
 from meshwright.data.text.raw_shards import Span, documents, list_spans
 from meshwright.data.text.rows import MalformedRows, sum_malformed
 from meshwright.data.text.sources import HELD_OUT, TRAIN, Document, SplitPart, list_files, mark_ends
 from meshwright.data.tokens.tokenizer import Tokenizer, choose
 from meshwright.remote.locations import Location, is_url
-from meshwright.remote.transfer import download, hash_file, list_sizes, upload
+from meshwright.remote.transfer import download, hash_file, upload
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 from meshwright.spec.plan.plan import SAMPLES, STDLIB
@@ -100,7 +99,7 @@ def prepare_store(
     # A unit is many small files, or a part of a large one.
     units = list(group_by_size(spans, lambda span: span.end - span.begin, _BYTES_PER_TOKEN * shard_tokens // 2))
     definition, tokenizer = _agree(location, data, spans, len(units), shard_tokens)
-    sizes = list_sizes(location)
+    sizes = location.list_sizes()
     numbers = range(part[0] - 1, len(units), part[1])
     missing = [number for number in numbers if _record(location, number, sizes) is None]
     weights = {number: sum(span.end - span.begin for span in units[number]) for number in numbers}
@@ -167,8 +166,8 @@ def _agree(
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as local:
         tokenizer.save(local)
         for file in sorted(path for path in Path(local).rglob("*") if path.is_file()):
-            write_file(location / "tokenizer" / file.relative_to(local).as_posix(), file.read_bytes())
-    write_file(location / "store.json", json.dumps(definition, indent=1).encode())
+            (location / "tokenizer" / file.relative_to(local).as_posix()).write(file.read_bytes())
+    (location / "store.json").write(json.dumps(definition, indent=1).encode())
     return definition, tokenizer
 
 
@@ -196,7 +195,7 @@ def load_tokenizer(location: Location) -> Tokenizer:
     if folder.local is not None:
         return Tokenizer.load(folder.local)
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as local:
-        download([(folder / name, Path(local) / name, "") for name in list_sizes(folder) if ".." not in name])
+        download([(folder / name, Path(local) / name, "") for name in folder.list_sizes() if ".." not in name])
         return Tokenizer.load(local)
 
 
@@ -215,7 +214,7 @@ def _record(location: Location, number: int, sizes: dict[str, int]) -> dict[str,
 
 def _merge(location: Location, definition: dict[str, Any], units: int, is_changed: bool) -> int:
     """Write the index if all units are there. Returns how many are not."""
-    sizes = list_sizes(location)
+    sizes = location.list_sizes()
     if absent := sum(_unit_name(number) not in sizes for number in range(units)):
         return absent
     if not is_changed and "index.json" in sizes:
@@ -228,7 +227,7 @@ def _merge(location: Location, definition: dict[str, Any], units: int, is_change
     malformed = sum_malformed(MalformedRows(**record["malformed"]) for record in whole)
     if not any(record["train"] for record in whole):
         raise DataError(f"data.path={definition['source']} holds no text: every document is empty or held out")
-    write_file(location / "index.json", index_bytes(definition, whole, asdict(malformed)))
+    (location / "index.json").write(index_bytes(definition, whole, asdict(malformed)))
     return 0
 
 
@@ -260,7 +259,7 @@ class _UnitEncoder:
             shards = {writer.side: writer.close() for writer in writers}
             self._store([folder / Path(shard["file"]).name for side in SIDES for shard in shards[side]])
         record = {"unit": number, **shards, "malformed": asdict(malformed)}
-        write_file(self.location / _unit_name(number), json.dumps(record).encode())
+        (self.location / _unit_name(number)).write(json.dumps(record).encode())
 
     @contextmanager
     def _folder(self, number: int) -> Iterator[Path]:

@@ -12,7 +12,6 @@ All files but the first are the same whichever worker makes them, and however of
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -21,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.remote.locations import Location
-from meshwright.remote.transfer import list_sizes, persist
 from meshwright.spec.errors import DataError, printable
 
 FORMAT: Final = "meshwright-tokens-1"
@@ -77,21 +75,10 @@ class StoreIndex:
 def read_document(location: Location) -> dict[str, Any] | None:
     """Return the object in a JSON file. None = there is none, or it was not written to its end."""
     try:
-        document = json.loads(persist(location.read))
+        document = json.loads(location.read())
     except (FileNotFoundError, ValueError):
         return None
     return document if isinstance(document, dict) else None
-
-
-def write_file(location: Location, content: bytes) -> None:
-    """Write a file that appears complete or not at all."""
-    if location.local is None:
-        persist(lambda: location.write(content))
-        return
-    location.local.parent.mkdir(parents=True, exist_ok=True)
-    fresh = location.local.with_name(f".{location.name}.{os.getpid()}")
-    fresh.write_bytes(content)
-    fresh.replace(location.local)
 
 
 def index_bytes(
@@ -111,7 +98,7 @@ def index_bytes(
 def read_index(location: Location) -> StoreIndex:
     """Read the index of a store. Raises DataError for one that is not finished, damaged, or of a newer version."""
     try:
-        content = persist((location / "index.json").read)
+        content = (location / "index.json").read()
     except FileNotFoundError:
         raise DataError(
             f"{location} is not finished: run `meshwright data prepare` with the words that began it, each part once"
@@ -141,7 +128,7 @@ def damaged(location: Location, file: str, fault: str) -> DataError:
 
 def check_files(location: Location, index: StoreIndex) -> None:
     """Raise DataError for the first shard that is missing or cut off. Contents are checked when a shard is opened."""
-    sizes = list_sizes(location)
+    sizes = location.list_sizes()
     for shards in (index.train, index.held):
         for file, size in zip(shards.file, shards.bytes.tolist(), strict=True):
             if file not in sizes:

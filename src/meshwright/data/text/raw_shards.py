@@ -16,10 +16,9 @@ import gzip
 import json
 import tarfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from io import BufferedReader
 from itertools import groupby
 from pathlib import Path
@@ -41,7 +40,7 @@ from meshwright.data.text.sources import (
     list_files,
 )
 from meshwright.remote.locations import Location, is_url
-from meshwright.remote.transfer import download, persist
+from meshwright.remote.transfer import download
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError, printable
 from meshwright.spec.user_cache import temporary_folder
@@ -102,21 +101,12 @@ def _list_remote(path: str) -> list[tuple[str, int]]:
     parts = path.split("/")
     plain = next((number for number, part in enumerate(parts) if set(part) & MAGIC), len(parts))
     location = Location.open("/".join(parts[:plain]))
-    if plain == len(parts) and (file := persist(location.describe)):
+    if plain == len(parts) and (file := location.describe()):
         return [(location.url, file.size_bytes)]
-    files = [(f"{location.url}/{file.name}", file.size_bytes) for file in persist(location.list_files)]
-    if plain < len(parts):
-        return [file for file in files if _matches(file[0].split("/")[plain:], parts[plain:])]
-    return [file for file in files if not any(part.startswith((".", "_")) for part in file[0].split("/")[plain:])]
-
-
-def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Return whether names of folders and a file match patterns, part by part. `**` = any number of folders."""
-    if not patterns or not names:
-        return not patterns and not names
-    if patterns[0] == "**":
-        return any(_matches(names[skipped:], patterns[1:]) for skipped in range(len(names)))
-    return fnmatchcase(names[0], patterns[0]) and _matches(names[1:], patterns[1:])
+    files = location.list_files("/".join(parts[plain:]))
+    if plain == len(parts):  # of a folder, nothing hidden
+        files = [file for file in files if not any(part.startswith((".", "_")) for part in file.name.split("/"))]
+    return [(f"{location.url}/{file.name}", file.size_bytes) for file in files]
 
 
 def _list_local(path: str) -> list[tuple[str, int]]:
@@ -177,17 +167,18 @@ def _fetch_lines(location: Location, span: Span, file: Path) -> None:
     the end of the last line.
     """
     with file.open("wb") as copy:
-        position, ended = max(0, span.begin - 1), False
-        while not ended and position < span.file_bytes:
-            stop = min(span.file_bytes, max(span.end, position + 1), position + _BLOCK_BYTES)
-            if position >= span.end:
-                stop = min(span.file_bytes, position + _BLOCK_BYTES // 8)
-            first, last = position, stop
-            block = persist(lambda: location.read(first, last))  # noqa: B023  # called at once
+        block = b""
+        for begin in range(max(0, span.begin - 1), span.end, _BLOCK_BYTES):
+            block = location.read(begin, min(span.end, begin + _BLOCK_BYTES))
             copy.write(block)
-            # The last line begins before the end, and ends at the first line end from the last byte on.
-            ended = stop >= span.end and b"\n" in block[max(0, span.end - 1 - position) :]
-            position = stop
+        # The last line begins in the span, and may end behind it.
+        position = span.end
+        while not block.endswith(b"\n") and position < span.file_bytes:
+            stop = min(span.file_bytes, position + _BLOCK_BYTES // 8)
+            rest = location.read(position, stop)
+            line, end, _ = rest.partition(b"\n")
+            block, position = line + end, stop
+            copy.write(block)
 
 
 @contextmanager

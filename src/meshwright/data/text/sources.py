@@ -465,10 +465,9 @@ def is_store(path: str) -> bool:
     if not URL.match(path):
         return path != STDLIB and (Path(path).expanduser() / "store.json").is_file()
     from meshwright.remote.locations import Location
-    from meshwright.remote.transfer import persist
 
     is_pattern = bool(MAGIC & set(path)) or is_shard(path) or ends(path)[0] in (".jsonl", ".parquet")
-    return not is_pattern and persist((Location.open(path) / "store.json").describe) is not None
+    return not is_pattern and (Location.open(path) / "store.json").describe() is not None
 
 
 def is_stored(path: str) -> bool:

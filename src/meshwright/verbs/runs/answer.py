@@ -1,22 +1,19 @@
 """Checkpoints of one or many runs, on disk or behind a URL, without torch."""
 
-import hashlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from meshwright.interface.answers.answer import Answer, checked
 from meshwright.interface.answers.markup import table
-from meshwright.remote.locations import Location, is_url, reporting
-from meshwright.remote.transfer import THREADS, persist
+from meshwright.remote.locations import Location, is_url
 from meshwright.spec.errors import ArgumentError, CheckpointError, RunError
 from meshwright.spec.units import gib, many
 from meshwright.store import checkpoint_folder
-from meshwright.store.checkpoint_folder import COMMIT, Commit
-from meshwright.store.mirror import CHECKPOINTS, StoredRun
+from meshwright.store.checkpoint_folder import COMMIT, Saved
 from meshwright.store.run_folder import RunLock
+from meshwright.store.stored_run import CHECKPOINTS, StoredRun
 
 HEAD = ("step", "held-out loss", "size", "state")
 
@@ -99,11 +96,14 @@ def runs(where: str | Path = "runs", *, verify: bool = False, prune: int | None 
     if prune is not None and prune < 1:
         raise ArgumentError("prune", prune, "must be 1 or more", "a run resumes from its newest checkpoint")
     where = str(where)
-    names, list_run = (_stored_names, _list_stored) if is_url(where) else (_local_names, _list_local)
     removed: list[str] = []
     checkpoints: list[ListedCheckpoint] = []
-    for run in names(where):
-        checkpoints += list_run(run, verify, prune, removed)
+    for run in _stored_names(where) if is_url(where) else _local_names(where):
+        if prune is not None:
+            removed += _prune_stored(run, prune) if is_url(run) else _prune_local(run, prune)
+        for saved in _list_run(run):
+            problem = saved.problem or (_find_damage(run, saved.name) if verify else "")
+            checkpoints.append(ListedCheckpoint(run=run, **asdict(replace(saved, problem=problem))))
     return ListedRuns(where=where, checkpoints=tuple(checkpoints), removed=tuple(removed), verified=verify)
 
 
@@ -119,67 +119,42 @@ def _local_names(where: str) -> list[str]:
     )
 
 
-def _list_local(run: str, verify: bool, prune: int | None, removed: list[str]) -> list[ListedCheckpoint]:
-    folder = Path(run) / CHECKPOINTS
-    if prune is not None:
-        before = checkpoint_folder.list_checkpoints(folder)
-        lock = RunLock.take(Path(run))
-        try:
-            checkpoint_folder.remove_surplus(folder, max((saved.step for saved in before), default=0), prune)
-        finally:
-            lock.release()
-        remaining = {saved.path for saved in checkpoint_folder.list_checkpoints(folder)}
-        removed += [str(saved.path) for saved in before if saved.path not in remaining]
-    return [
-        ListedCheckpoint(
-            run=run, name=saved.path.name, step=saved.step, score=saved.score, size_bytes=saved.size_bytes,
-            problem=saved.problem or (_local_damage(saved.path) if verify else ""),
-        )
-        for saved in checkpoint_folder.list_checkpoints(folder)
-    ]  # fmt: skip
-
-
-def _local_damage(path: Path) -> str:
-    try:
-        checkpoint_folder.check_hashes(path, checkpoint_folder.read_commit(path).files)
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
 def _stored_names(where: str) -> list[str]:
     location = Location.open(where)
-    files = [f"{location.url}/{file.name}" for file in persist(location.list_files)]
+    files = [f"{location.url}/{name}" for name in location.list_sizes()]
     return sorted({file.rpartition(f"/{CHECKPOINTS}/")[0] for file in files if file.endswith(f"/{COMMIT}")} - {""})
 
 
-def _list_stored(run: str, verify: bool, prune: int | None, removed: list[str]) -> list[ListedCheckpoint]:
+def _prune_local(run: str, keep_last: int) -> list[str]:
+    folder = Path(run) / CHECKPOINTS
+    before = checkpoint_folder.list_checkpoints(folder)
+    lock = RunLock.take(Path(run))
+    try:
+        checkpoint_folder.remove_surplus(folder, max((saved.step for saved in before), default=0), keep_last)
+    finally:
+        lock.release()
+    return [str(folder / saved.name) for saved in before if not (folder / saved.name).exists()]
+
+
+def _prune_stored(run: str, keep_last: int) -> list[str]:
     stored = StoredRun(Location.open(run))
-    if prune is not None:
-        removed += [str(stored.checkpoints / name) for name in stored.prune(prune)]
-    listed = []
-    for entry in stored.list_checkpoints():
-        problem = stored.find_problem(entry.name)
-        commit = None if problem else stored.read_commit(entry.name)
-        if commit is not None and verify:
-            problem = _stored_damage(stored.checkpoints / entry.name, commit)
-        listed.append(
-            ListedCheckpoint(
-                run=run, name=entry.name, step=entry.step, score=commit.score if commit else None,
-                size_bytes=commit.size_bytes if commit else entry.size_bytes, problem=problem,
-            )
-        )  # fmt: skip
-    return listed
+    return [str(stored.checkpoints / name) for name in stored.prune(keep_last)]
 
 
-def _stored_damage(folder: Location, commit: Commit) -> str:
-    """Read every file of a stored checkpoint, several at once, and return what differs. Nothing goes to disk."""
+def _list_run(run: str) -> list[Saved]:
+    if is_url(run):
+        return StoredRun(Location.open(run)).list_checkpoints()
+    return checkpoint_folder.list_checkpoints(Path(run) / CHECKPOINTS)
 
-    def digest(name: str) -> str:
-        with reporting(folder.url), (folder / name).open_file() as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        digests = list(pool.map(lambda file: persist(lambda: digest(file.name)), commit.files))
-    damaged = [file.name for file, sha256 in zip(commit.files, digests, strict=True) if sha256 != file.sha256]
-    return f"{damaged[0]} is damaged: its hash differs from the recorded one" if damaged else ""
+def _find_damage(run: str, name: str) -> str:
+    """Return what is wrong with a checkpoint of which every byte is read. Empty = nothing."""
+    path = Path(run) / CHECKPOINTS / name
+    try:
+        if is_url(run):
+            StoredRun(Location.open(run)).check_hashes(name)
+        else:
+            checkpoint_folder.check_hashes(path, checkpoint_folder.read_commit(path).files)
+    except CheckpointError as error:
+        return str(error)
+    return ""
