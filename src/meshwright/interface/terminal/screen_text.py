@@ -97,6 +97,16 @@ def folded(lines: Iterable[str]) -> Iterator[str]:
             yield line
 
 
+def aligned(rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
+    """Yield rows of equal length as lines, two blanks between columns, the first `left` columns aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        yield "  ".join(
+            cell.ljust(width) if number < left else cell.rjust(width) for number, (cell, width) in enumerate(cells)
+        )
+
+
 def bar(share: float, cells: int = 20) -> str:
     """Draw the used share of a whole."""
     # An encoding without block characters would raise an error in the middle of an answer.

@@ -12,16 +12,15 @@ from importlib.resources import files
 def page(document: Mapping[str, object]) -> str:
     """Return the page of the document that `rent --json` prints, of training or of serving."""
     text = json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    html = _source("rent.page_files", "page.html")
-    style = _source("explorer", "colours.css") + _source("rent.page_files", "page.css")
+    html = _read("rent/page_files/page.html")
     for mark, part in (
-        ("/*STYLE*/", style),
-        ("/*SCRIPT*/", _source("rent.page_files", "page.js")),
+        ("/*STYLE*/", _read("explorer/colours.css") + _read("rent/page_files/page.css")),
+        ("/*SCRIPT*/", _read("rent/page_files/page.js")),
         ("/*DATA*/", text),
     ):
         html = html.replace(mark, part, 1)
     return html
 
 
-def _source(package: str, name: str) -> str:
-    return (files(f"meshwright.planner.{package}") / name).read_text(encoding="utf-8")
+def _read(path: str) -> str:
+    return (files("meshwright.planner") / path).read_text(encoding="utf-8")

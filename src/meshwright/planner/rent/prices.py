@@ -157,7 +157,7 @@ def _keys() -> Mapping[str, str]:
 def shipped() -> Prices:
     """Return the table of this package, without devices that this version does not know."""
     name = "prices.csv"
-    text = (files("meshwright.planner.rent.data") / name).read_text(encoding="utf-8")
+    text = (files("meshwright.planner.rent") / "data" / name).read_text(encoding="utf-8")
     offers = (_price(row, _known(row)) for row in rows(text, name, COLUMNS, COLUMNS))
     return Prices(offers=tuple(filter(None, offers)), file=f"the shipped table ({name})")
 

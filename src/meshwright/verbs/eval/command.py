@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.interface.options import Checkpoint, ModelPath, named_adapters
-from meshwright.interface.terminal.screen_text import coloured, plus_minus, width, wrapped
+from meshwright.interface.terminal.screen_text import aligned, coloured, plus_minus, width, wrapped
 
 if TYPE_CHECKING:
     from meshwright.verbs.eval.answer import EvaluationAnswer
 
 COLOURS = {"better": "green", "worse": "red", "changed": "yellow"}
-GAP = "  "
 
 
 def evaluate(
@@ -126,11 +125,7 @@ def _table(answer: "EvaluationAnswer") -> Iterator[str]:
     rows = [answer.head, *(tuple(cells(figure)) for figure in answer.figures)]
     texts = rows[0].index("metric") + 1
     rows = [tuple(map(plus_minus, row)) for row in rows]
-    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for number, row in enumerate(rows):
-        names = [text.ljust(size) for text, size in zip(row[:texts], wide[:texts], strict=True)]
-        figures = [text.rjust(size) for text, size in zip(row[texts:], wide[texts:], strict=True)]
-        line = GAP.join([*names, *figures])
+    for number, line in enumerate(aligned(rows, left=texts)):
         verdict = answer.figures[number - 1].verdict if number else None
         colour = COLOURS.get(verdict or "")
         yield line.replace(str(verdict), coloured(str(verdict), colour)) if colour else line

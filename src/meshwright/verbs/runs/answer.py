@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright.interface.answers.answer import Answer, checked
 from meshwright.interface.answers.markup import table
+from meshwright.interface.terminal.screen_text import aligned
 from meshwright.remote.locations import Location, is_url
 from meshwright.spec.errors import ArgumentError, CheckpointError, RunError
 from meshwright.spec.units import gib, many
@@ -63,11 +64,9 @@ class ListedRuns(Answer):
             entries = [entry for entry in self.checkpoints if entry.run == run]
             size = gib(sum(entry.size_bytes for entry in entries))
             yield f"{run}: {many(len(entries), 'checkpoint')}, {size}"
-            cells = [HEAD, *map(self._cells, entries)]
-            widths = [max(len(row[column]) for row in cells) for column in range(len(HEAD) - 1)]
-            for row in cells:
-                columns = (cell.rjust(width) for cell, width in zip(row, widths, strict=False))
-                yield f"  {'  '.join(columns)}  {row[-1]}"
+            *figures, states = zip(HEAD, *map(self._cells, entries), strict=True)
+            for line, state in zip(aligned(list(zip(*figures, strict=True)), left=0), states, strict=True):
+                yield f"  {line}  {state}"
         for name in self.removed:
             yield f"removed {name}"
 
