@@ -105,7 +105,7 @@ class Paused:
                 os.kill(os.getppid(), signal.SIGCONT)
             os._exit(0)
 
-        def pause(passed: drill.Passed, run: Path) -> None:
+        def pause(passed: drill.Keywords, run: Path) -> None:
             os.write(writing, b"x")
             os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -158,8 +158,8 @@ def measure(stall_s: float, pause_s: float, limit_s: float) -> dict[str, Any]:
             figures[name]["codes"] != [0, 0] or not figures[name]["disturbed"] for name in healthy
         )
         for name, act, options, pattern in (
-            ("dead", "die", (), "rank 1 died without a word"),
-            ("hung", "hang", (f"--hang-after={limit_s:g}",), r"rank 1 has stood still for (\d+) s"),
+            ("dead", "die", (), "rank 1 died without a message"),
+            ("hung", "hang", (f"--hang-after={limit_s:g}",), r"rank 1 has made no progress for (\d+) s"),
         ):
             codes, errors, seconds = run(In(STEP, act, BAD), Path(folder, name), *options)
             seen = re.search(pattern, errors)

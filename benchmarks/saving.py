@@ -91,7 +91,7 @@ def case(model: str, ranks: int, saves: int, way: str) -> dict[str, Any]:
         run = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         environment = {}
         if way == "store":
-            environment = object_store.settings(stack.enter_context(object_store.serve())[0])
+            environment = object_store.client_environment(stack.enter_context(object_store.serve())[0])
             for name in RECORDS:  # which every upload takes along
                 (run / name).touch()
         folder = run / "checkpoints"

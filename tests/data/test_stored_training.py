@@ -27,14 +27,14 @@ from meshwright.verbs.main import main
 from tests.data.stores_for_tests import numbered_shards, stored_rows, write_store
 from tests.data.test_prepare_store import files_of, text_lines, write_lines
 from tests.remote import object_store
-from tests.remote.object_store import BUCKET, Weather
+from tests.remote.object_store import BUCKET, FaultyStore
 from tests.verbs import launched, toy
 
 SEQUENCE = 32
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[tuple[str, Weather]]:
+def server() -> Iterator[tuple[str, FaultyStore]]:
     with object_store.serve() as served:
         patch = pytest.MonkeyPatch()
         object_store.use(patch, served[0])
@@ -108,7 +108,7 @@ def test_ranks_that_change_read_what_one_reads(store: Path, tmp_path: Path) -> N
     assert [read[row] for row in range(4 * steps)] == rows.take(0, 4 * steps).tokens.tolist()
 
 
-def test_failing_requests_change_nothing(server: tuple[str, Weather], tmp_path: Path) -> None:
+def test_failing_requests_change_nothing(server: tuple[str, FaultyStore], tmp_path: Path) -> None:
     """Text, store and shards behind S3, of whose requests 10 % fail, with room for two blocks of shards only."""
     lines = write_lines(tmp_path / "a.jsonl", text_lines(600))
     Location.open(f"s3://{BUCKET}/raw/a.jsonl").upload(lines)

@@ -16,21 +16,21 @@ from meshwright.store.stored_run import StoredRun
 from meshwright.training import loop
 from meshwright.verbs.main import main
 from tests.remote import object_store
-from tests.remote.object_store import Weather
+from tests.remote.object_store import FaultyStore
 from tests.training import running
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Weather]:
-    with object_store.serve() as (address, weather):
+def server() -> Iterator[FaultyStore]:
+    with object_store.serve() as (address, faulty):
         patch = pytest.MonkeyPatch()
         object_store.use(patch, address)
-        yield weather
+        yield faulty
         patch.undo()
 
 
 @pytest.fixture(scope="module")
-def run(server: Weather, tmp_path_factory: pytest.TempPathFactory) -> str:
+def run(server: FaultyStore, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The URL of a run that was trained into the store."""
     from dataclasses import replace
 
@@ -42,7 +42,7 @@ def run(server: Weather, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_run_behind_a_url_is_exported_behind_another_and_answers_from_there(
-    run: str, server: Weather, capsys: pytest.CaptureFixture[str]
+    run: str, server: FaultyStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exported = f"s3://{object_store.BUCKET}/models/first"
     assert main(["export", run, exported]) == 0, capsys.readouterr().err
@@ -70,7 +70,7 @@ def test_a_page_goes_to_a_url(run: str, capsys: pytest.CaptureFixture[str]) -> N
     assert b"<html" in Location.open(page).read()[:200]
 
 
-def test_a_changed_file_is_copied_again_and_a_removed_one_goes(server: Weather, tmp_path: Path) -> None:
+def test_a_changed_file_is_copied_again_and_a_removed_one_goes(server: FaultyStore, tmp_path: Path) -> None:
     folder = Location.open(f"s3://{object_store.BUCKET}/texts")
     for name in ("a.txt", "b.txt"):
         (folder / name).write(name.encode())
@@ -84,14 +84,14 @@ def test_a_changed_file_is_copied_again_and_a_removed_one_goes(server: Weather, 
         (folder / "b.txt").remove()
 
 
-def test_words_that_are_no_paths_stay(server: Weather) -> None:
+def test_words_that_are_no_paths_stay(server: FaultyStore) -> None:
     words = ["train", "run=s3://bucket/a", "store=s3://bucket/a", "model=llama-tiny"]
     with with_local_paths(words) as local:
         assert local == words
     assert not has_urls(["serve", "--base-url", "http://127.0.0.1:80/v1"])
 
 
-def test_what_is_not_there_is_said_at_the_start(server: Weather, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_there_is_said_at_the_start(server: FaultyStore, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "s3://bucket/nothing", "--prompt", "x"]) == 2
     assert "s3://bucket/nothing is neither a file nor a folder with files" in capsys.readouterr().err
     with pytest.raises(StoreError, match="does not exist"), with_local_paths(["report", "-o", "s3://nobody/x.html"]):
@@ -100,7 +100,7 @@ def test_what_is_not_there_is_said_at_the_start(server: Weather, capsys: pytest.
         Location.open("gs://bucket/a")
 
 
-def test_a_copy_of_a_run_has_the_checkpoint_that_is_asked_for(server: Weather) -> None:
+def test_a_copy_of_a_run_has_the_checkpoint_that_is_asked_for(server: FaultyStore) -> None:
     """The copies of two courses of training lie apart, so that whoever reads one is not disturbed."""
     run = StoredRun(Location.open(f"s3://{object_store.BUCKET}/runs/scores"))
 

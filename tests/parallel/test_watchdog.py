@@ -103,7 +103,7 @@ def test_silence() -> None:
 def test_the_sentence_names_rank_step_phase_and_collective() -> None:
     blame = judge([WAITS, replace(STILL, host="node17"), WAITS], AWAKE, Limits())
     assert blame is not None
-    who = "rank 1 on node17 has stood still for 301 s at step 7, forward, last collective all_reduce on data "
+    who = "rank 1 on node17 has made no progress for 301 s at step 7, forward, last collective all_reduce on data "
     assert blame.sentence.startswith(who + "(a.py:1 in f)")
 
 
@@ -165,7 +165,7 @@ def test_who_has_met_and_never_beats_is_blamed_after_a_while() -> None:
     seen.met_s -= 121
     blame = seen.look(store, Limits())
     assert blame is not None and blame.rank == 1
-    assert blame.sentence.startswith("rank 1 met the others 121 s ago and was not heard of since; ")
+    assert blame.sentence.startswith("rank 1 joined the others 121 s ago and has sent nothing since; ")
     assert seen.look(store, Limits(hang_s=0)) is None
 
 

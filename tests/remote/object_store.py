@@ -6,14 +6,14 @@ from contextlib import contextmanager
 import pytest
 
 from meshwright.verbs.drill import object_store
-from meshwright.verbs.drill.object_store import BUCKET, PASSING, Weather
+from meshwright.verbs.drill.object_store import BUCKET, TRANSIENT, FaultyStore
 
-__all__ = ["BUCKET", "PASSING", "Weather", "serve", "use"]
+__all__ = ["BUCKET", "TRANSIENT", "FaultyStore", "serve", "use"]
 
 
 @contextmanager
-def serve() -> Iterator[tuple[str, Weather]]:
-    """Start the server. Yields its address and its weather."""
+def serve() -> Iterator[tuple[str, FaultyStore]]:
+    """Start the server. Yields its address and the application that fails requests."""
     pytest.importorskip("moto.server")
     with object_store.serve() as served:
         yield served
@@ -25,5 +25,5 @@ def use(patch: pytest.MonkeyPatch, address: str) -> None:
 
     # A client that was made before would still ask the server of another module.
     s3fs.S3FileSystem.clear_instance_cache()
-    for name, setting in object_store.settings(address).items():
+    for name, setting in object_store.client_environment(address).items():
         patch.setenv(name, setting)

@@ -1,4 +1,4 @@
-"""Copies to and from URLs: in bad weather, on a full disk, with leftovers, and beside a training run."""
+"""Copies to and from URLs: with failing requests, on a full disk, with leftovers, and beside a training run."""
 
 import errno
 import os
@@ -13,27 +13,27 @@ from meshwright.remote import locations, transfer
 from meshwright.remote.locations import Location, reporting
 from meshwright.spec.errors import StoreError
 from tests.remote import object_store
-from tests.remote.object_store import Weather
+from tests.remote.object_store import FaultyStore
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Weather]:
-    with object_store.serve() as (address, weather):
+def server() -> Iterator[FaultyStore]:
+    with object_store.serve() as (address, faulty):
         patch = pytest.MonkeyPatch()
         object_store.use(patch, address)
-        yield weather
+        yield faulty
         patch.undo()
 
 
 @pytest.fixture
-def folder(server: Weather, request: pytest.FixtureRequest) -> Location:
+def folder(server: FaultyStore, request: pytest.FixtureRequest) -> Location:
     server.share = 0.0
     return Location.open(f"s3://{object_store.BUCKET}/{request.node.name}")
 
 
 @pytest.mark.parametrize("mode", ["legacy", "standard"])
 def test_failing_requests_leave_the_global_random_generator_alone(
-    mode: str, server: Weather, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, server: FaultyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its state is part of a checkpoint, and shards are fetched in a training process."""
     import s3fs
@@ -50,7 +50,7 @@ def test_failing_requests_leave_the_global_random_generator_alone(
     transfer.download([(folder / name, tmp_path / f"{name}.copy", "") for name in names])
     folder.list_files()
     server.share = 0.0
-    assert server.failures - before > 5, "the weather was fine"
+    assert server.failures - before > 5, "no request failed"
     assert random.getstate() == state
 
 

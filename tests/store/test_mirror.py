@@ -36,7 +36,7 @@ from meshwright.training import loop
 from meshwright.training.job import check_without_common_folder
 from meshwright.verbs.main import main
 from tests.remote import object_store
-from tests.remote.object_store import Weather
+from tests.remote.object_store import FaultyStore
 from tests.training import running
 from tests.training.running import Crashed, PowerCut, Terminated, assert_same_end
 
@@ -44,7 +44,7 @@ OPTIONS: dict[str, Any] = {"steps": 14, "eval_every": 3, "checkpoint_every": 4}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[tuple[str, Weather]]:
+def server() -> Iterator[tuple[str, FaultyStore]]:
     with object_store.serve() as served:
         patch = pytest.MonkeyPatch()
         object_store.use(patch, served[0])
@@ -66,11 +66,11 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def url(server: tuple[str, Weather], request: pytest.FixtureRequest) -> Iterator[str]:
+def url(server: tuple[str, FaultyStore], request: pytest.FixtureRequest) -> Iterator[str]:
     """A place in the store that no other test has."""
     server[1].share = 0.0
     yield f"s3://{object_store.BUCKET}/{request.node.name.replace('[', '-').rstrip(']')}/{time.time_ns()}"
-    server[1].share, server[1].statuses = 0.0, object_store.PASSING
+    server[1].share, server[1].statuses = 0.0, object_store.TRANSIENT
 
 
 def plan(texts: Path, run: Path, url: str, **options: Any) -> Plan:
@@ -99,17 +99,17 @@ def test_a_wiped_disk_changes_nothing(texts: Path, tmp_path: Path, url: str) -> 
 
 
 def test_failing_requests_cost_time_alone(
-    texts: Path, tmp_path: Path, url: str, server: tuple[str, Weather]
+    texts: Path, tmp_path: Path, url: str, server: tuple[str, FaultyStore]
 ) -> None:  # fmt: skip
     loop.run(running.plan(texts, tmp_path / "whole", **OPTIONS))
-    weather = server[1]
-    weather.share, before = 0.2, weather.failures
+    faulty = server[1]
+    faulty.share, before = 0.2, faulty.failures
     with pytest.raises(PowerCut):
         loop.run(plan(texts, tmp_path / "broken", url), watchers=[Crashed(13)])
     wipe(tmp_path / "broken")
     loop.run(plan(texts, tmp_path / "broken", url), resume="auto")
-    assert weather.failures - before > 5, "the weather was fine"
-    weather.share = 0.0
+    assert faulty.failures - before > 5, "no request failed"
+    faulty.share = 0.0
     assert_same_end(tmp_path / "broken", tmp_path / "whole")
     assert not stored(url).list_checkpoints()[-1].problem
 
@@ -158,7 +158,7 @@ def damage(url: str, name: str) -> None:
 
 
 def test_what_failed_to_upload_is_uploaded_by_the_next_process(
-    texts: Path, tmp_path: Path, url: str, server: tuple[str, Weather]
+    texts: Path, tmp_path: Path, url: str, server: tuple[str, FaultyStore]
 ) -> None:
     run = tmp_path / "run"
     loop.run(running.plan(texts, run, **{**OPTIONS, "steps": 8}))
@@ -169,11 +169,11 @@ def test_what_failed_to_upload_is_uploaded_by_the_next_process(
 
 
 def test_a_checkpoint_is_seen_whole_or_not_at_all(
-    texts: Path, tmp_path: Path, url: str, server: tuple[str, Weather], monkeypatch: pytest.MonkeyPatch
+    texts: Path, tmp_path: Path, url: str, server: tuple[str, FaultyStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader lists and compares after each change of the store while a run saves after every step, in bad weather."""
-    weather, reader = server[1], stored(url)
-    answer, problems, names = weather.application, list[str](), set[str]()
+    """A reader lists and compares after each change of the store while a run saves each step and requests fail."""
+    faulty, reader = server[1], stored(url)
+    answer, problems, names = faulty.application, list[str](), set[str]()
 
     def look() -> None:
         for entry in reader.list_checkpoints():
@@ -192,8 +192,8 @@ def test_a_checkpoint_is_seen_whole_or_not_at_all(
                 problems.append(repr(error))
         return body
 
-    monkeypatch.setattr(weather, "application", answer_and_look)
-    weather.share = 0.05
+    monkeypatch.setattr(faulty, "application", answer_and_look)
+    faulty.share = 0.05
     loop.run(plan(texts, tmp_path / "run", url, checkpoint_every=1, steps=12))
     assert not problems
     assert names >= {entry.name for entry in reader.list_checkpoints()} > set()
@@ -272,7 +272,7 @@ def test_a_slow_store_delays_uploads_not_steps(texts: Path, tmp_path: Path, url:
 
 
 def test_an_upload_that_fails_for_good_ends_the_run_with_one_line(
-    texts: Path, tmp_path: Path, url: str, server: tuple[str, Weather]
+    texts: Path, tmp_path: Path, url: str, server: tuple[str, FaultyStore]
 ) -> None:
     class Storm(running.Notes):
         def saved(self, step: int, path: Path) -> None:
@@ -356,10 +356,10 @@ def test_a_killed_process_is_started_again_at_the_next_checkpoint(
 @pytest.mark.parametrize(
     ("program", "message", "starts"),
     [
-        ("raise SystemExit(3)", r"the process that uploads does not start \(3\): see what it prints", 1),
+        ("raise SystemExit(3)", r"the upload process does not start \(exit code 3\): see its output", 1),
         (
             "print('ready', flush=True); input(); print('[', end='')",
-            r"the checkpoint of step 4 is not in the store: the process that uploads has ended",
+            r"the checkpoint of step 4 is not in the store: the upload process has ended",
             3,
         ),
     ],
@@ -625,7 +625,7 @@ KILLS = int(os.environ.get("MESHWRIGHT_KILLS", "3"))
 
 @pytest.mark.slow
 def test_four_ranks_killed_at_random_moments_with_the_store_alone(
-    texts: Path, tmp_path: Path, url: str, server: tuple[str, Weather]
+    texts: Path, tmp_path: Path, url: str, server: tuple[str, FaultyStore]
 ) -> None:
     """SIGKILL to all, whatever was under way; local disk wiped; a tenth of all requests fails. The end is the same."""
     words = [f"data={texts}", "recipe.steps=400"]

@@ -52,7 +52,9 @@ def test_a_rank_that_is_killed(texts: Path, tmp_path: Path) -> None:
     ended = disturbed(texts, tmp_path, "die", world=3)
     assert ended.codes == [1, -signal.SIGKILL, 1]
     died = (
-        r"rank 1 died without a word \(killed\?\) in step 5, \w+, " + CALL + r" of rank [02]; its own last beat was at"
+        r"rank 1 died without a message \(killed\?\) in step 5, \w+, "
+        + CALL
+        + r" of rank [02]; its own last beat was at"
     )
     assert re.search(died, ended.line)
 
@@ -69,19 +71,21 @@ def test_a_rank_that_is_stopped(texts: Path, tmp_path: Path) -> None:
 def test_a_rank_that_stands_still(texts: Path, tmp_path: Path) -> None:
     ended = disturbed(texts, tmp_path, "hang")
     assert ended.codes == [1, 1]
-    still = rf"rank 1 has stood still for [{HANG_S}-9] s at step 5, forward, {CALL} \(drill/faults.py:\d+ in hang\)"
+    still = (
+        rf"rank 1 has made no progress for [{HANG_S}-9] s at step 5, forward, {CALL} \(drill/faults.py:\d+ in hang\)"
+    )
     assert re.search(still, ended.line)
 
 
 def test_an_error_that_nobody_foresaw(texts: Path, tmp_path: Path) -> None:
-    ended = disturbed(texts, tmp_path, "break_down")
+    ended = disturbed(texts, tmp_path, "raise_error")
     assert ended.codes == [1, 1]
     failed = rf"rank 1 failed at step 5, forward, {CALL}: ZeroDivisionError: a fault of this machine \(run with --debug"
     assert re.search(failed, ended.line)
 
 
 def test_a_loss_that_is_no_number(texts: Path, tmp_path: Path) -> None:
-    ended = disturbed(texts, tmp_path, "lose_number")
+    ended = disturbed(texts, tmp_path, "make_loss_nan")
     assert ended.codes == [2, 2]
     assert re.search(rf"step 5 \(rank 1, forward, {CALL}\): the loss is nan; the last good checkpoint is", ended.line)
 
@@ -185,7 +189,7 @@ def test_torchrun_restarts_what_was_killed(texts: Path, tmp_path: Path) -> None:
         [*torchrun, *fault, *asked], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("meshwright: rank 1 died without a word") == 1 and "Traceback" not in ended.stderr
+    assert ended.stderr.count("meshwright: rank 1 died without a message") == 1 and "Traceback" not in ended.stderr
     assert len(losses(run)) == 8
 
 

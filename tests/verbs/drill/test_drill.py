@@ -44,7 +44,11 @@ def test_a_run_that_ends_or_changes_is_not_survived(tmp_path: Path, monkeypatch:
         "undisturbed": range(1, 61), "kill": range(1, 61), "stop": range(1, 20), "hang": range(1, 61),
         "error": range(1, 61),
     }  # fmt: skip
-    lines = {"kill": "rank 1 died without a word", "stop": "rank 1 has been silent", "error": "failed at step"}
+    lines = {
+        "kill": "rank 1 died without a message",
+        "stop": "rank 1 has been silent",
+        "error": "failed at step",
+    }
 
     def record(self: Any, run: Path, fault: Any) -> tuple[int, list[tuple[float, str]]]:
         run.mkdir(exist_ok=True)
@@ -79,7 +83,7 @@ def test_a_dead_rank_and_a_broken_number(tmp_path: Path) -> None:
     for entry in outcomes.values():
         assert not entry.problem and entry.starts == 1, entry
         assert entry.noticed_seconds is not None and entry.noticed_seconds < 10
-    assert "rank 1 died without a word" in outcomes["kill"].line
+    assert "rank 1 died without a message" in outcomes["kill"].line
     assert "the loss is nan" in outcomes["nan"].line
 
 

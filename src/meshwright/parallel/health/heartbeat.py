@@ -91,12 +91,12 @@ class Heartbeat:
     role: str = ""
     """Ranks of equal roles do equal work."""
     slow_ranks: deque[SlowRank] = field(default_factory=deque)
-    """Slow ranks that this process has noticed and not yet said. Another thread adds them."""
+    """Slow ranks that this process has noticed and not yet reported. Another thread adds them."""
     calls: Traffic = field(default_factory=Traffic)
     pieces: int = 0
     """Pieces of long work, such as tensors to write, that threads of this process have begun and report here.
 
-    While the main thread waits for them in a slow phase, it does not count as standing still.
+    While the main thread waits for them in a slow phase, it counts as progress.
     """
 
     def piece_begun(self) -> None:
@@ -126,7 +126,7 @@ class Beat:
     still_s: float = 0.0
     """Time since step, collective or stack last changed."""
     oldest: int = -1
-    """Number of the oldest collective that has not ended, once the rank stands still. -1 = none, or not known."""
+    """Number of the oldest collective that has not ended, once the rank makes no progress. -1 = none, or not known."""
     open_collective: str = ""
     """Its name by torch's flight recorder."""
     waits: bool = False

@@ -145,7 +145,7 @@ def judge(beats: Sequence[Beat], silent_s: Sequence[float], limits: Limits) -> B
     quietest = max(going, key=lambda rank: silent_s[rank])
     if silent_s[quietest] > (min(SILENT_AFTER_LOSS_S, limits.silent_s) if lost else limits.silent_s):
         return _blame_silent(quietest, beats, silent_s)
-    # A rank in a collective waits for another one. So blame a rank that does not wait, the one that has stood still
+    # A rank in a collective waits for another one. So blame a rank that does not wait, the one without progress for
     # longest. If all wait for each other, blame the one farthest behind: it did not enter the others' collective.
     blamed = min(going, key=lambda rank: _order(beats[rank]))
     # Compiling takes minutes, and ranks that wait for a compiling one may take as long.
@@ -153,7 +153,7 @@ def judge(beats: Sequence[Beat], silent_s: Sequence[float], limits: Limits) -> B
     beat = beats[blamed]
     if beat.still_s <= limits.still_s(replace(beat, slow=slow)):
         return None
-    how = f"has stood still for {beat.still_s:.0f} s"
+    how = f"has made no progress for {beat.still_s:.0f} s"
     if beat.waits:
         how = f"is the farthest behind of ranks that have waited for each other for {beat.still_s:.0f} s"
     recorded = _recorded(beat, [beats[rank] for rank in going if rank != blamed])
@@ -376,7 +376,7 @@ class Watchdog:
             # Ranks that have finished their work may end.
             if not beat.done:
                 sentence = (
-                    f"{_name_rank(rank, beat)} died without a word (killed?) in {self.beat.position} of rank "
+                    f"{_name_rank(rank, beat)} died without a message (killed?) in {self.beat.position} of rank "
                     f"{self.home.rank}; its own last beat was at {beat.position}; {ADVICE}"
                 )
                 self._claim(Blame(rank, sentence), FAILED)
@@ -497,7 +497,7 @@ class _Observed:
                 return None
             # No launcher may have been there to see it end.
             missing = next((rank for rank, key in enumerate(self.keys) if not store.check([key])), None)
-            sentence = f"rank {missing} met the others {waited_s:.0f} s ago and was not heard of since; {ADVICE}"
+            sentence = f"rank {missing} joined the others {waited_s:.0f} s ago and has sent nothing since; {ADVICE}"
             return None if missing is None else Blame(missing, sentence)
         self.beats = [Beat.decode(text) for text in store.multi_get(self.keys)]
         self.note([beat.count for beat in self.beats], time.monotonic())

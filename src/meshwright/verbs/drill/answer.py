@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from meshwright.interface.answers.answer import Answer, checked
 from meshwright.interface.answers.markup import table
+from meshwright.interface.terminal.screen_text import aligned
 from meshwright.spec.errors import ArgumentError, PlanError, RunError, argument
 from meshwright.spec.presets import suggest
 from meshwright.spec.units import many
@@ -22,7 +23,7 @@ from meshwright.store.durable import refuse_taken, refuse_unwritable
 from meshwright.store.run_folder import MetricsLog
 from meshwright.training.step.watch import read_goodput
 from meshwright.verbs.drill.faults import FAULTS, Fault
-from meshwright.verbs.drill.object_store import BUCKET, Weather, serve, settings
+from meshwright.verbs.drill.object_store import BUCKET, FaultyStore, client_environment, serve
 
 STEPS, EVERY, FAULT_STEP = 60, 4, 10
 """Steps of each run, steps between two checkpoints, and the step of the fault."""
@@ -37,7 +38,7 @@ SMALL = (
     "recipe.global_batch=8", "layout.dp_shard=2", "layout.zero=1",
 )  # fmt: skip
 """Plan of a drill without a plan: seconds on two cores."""
-OURS = ("meshwright: ", "passed over: ", "note   ", "rank ")
+RUN_LINES = ("meshwright: ", "passed over: ", "note   ", "rank ")
 """Beginnings of lines that the run says about itself, the launcher's and torch's not among them."""
 HEAD = ("fault", "noticed after", "lost", "outcome", "what the run says")
 
@@ -85,10 +86,8 @@ class Drill(Answer):
 
     def lines(self) -> Iterator[str]:
         """Yield the table, one line per fault, and the sum."""
-        cells = [HEAD[:-1], *(self._cells(outcome)[:-1] for outcome in self.outcomes)]
-        widths = [max(len(row[column]) for row in cells) for column in range(len(HEAD) - 1)]
-        for row in cells:
-            yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        rows = [HEAD[:-1], *(self._cells(outcome)[:-1] for outcome in self.outcomes)]
+        yield from (line.rstrip() for line in aligned(rows, left=len(HEAD)))
         yield ""
         for outcome in self.outcomes:
             if outcome.line:
@@ -142,15 +141,15 @@ def drill(
         skipped.append(f"slow: needs {argument('steps', STEPS)}")
         wanted = [fault for fault in wanted if fault.name != "slow"]
     with ExitStack() as stack:
-        if any(fault.weather for fault in wanted):
+        if any(fault.store_mode for fault in wanted):
             try:
-                address, drill_runs.weather = stack.enter_context(serve())
-                drill_runs.store_settings = settings(address)
+                address, drill_runs.store = stack.enter_context(serve())
+                drill_runs.store_environment = client_environment(address)
             except PlanError as error:
                 if only:
                     raise
-                skipped.append(f"{', '.join(fault.name for fault in wanted if fault.weather)}: {error}")
-                wanted = [fault for fault in wanted if not fault.weather]
+                skipped.append(f"{', '.join(fault.name for fault in wanted if fault.store_mode)}: {error}")
+                wanted = [fault for fault in wanted if not fault.store_mode]
         drill_runs.measure()
         outcomes = tuple(drill_runs.disturb(fault) for fault in wanted)
     return Drill(ranks=drill_runs.ranks, folder=str(folder), outcomes=outcomes, skipped="; ".join(skipped))
@@ -184,8 +183,8 @@ class _Runs:
             raise PlanError(f"the plan has one rank, and a drill needs two: take {argument('layout.dp_shard', 2)}")
         here = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(self.ranks)]
         self.launcher = shlex.split(start) or [*here, "--max-restarts", "1"]
-        self.store_settings: dict[str, str] = {}
-        self.weather: Weather | None = None
+        self.store_environment: dict[str, str] = {}
+        self.store: FaultyStore | None = None
         self.hang_s, self.undisturbed_s, self.losses = HANG_S, 0.0, dict[int, float]()
 
     def measure(self) -> None:
@@ -204,8 +203,8 @@ class _Runs:
     def disturb(self, fault: Fault) -> Outcome:
         """Train with a fault, again and again until the run is done."""
         run, mark = self.folder / fault.name, self.folder / f"{fault.name}.mark"
-        if self.weather is not None:
-            self.weather.become(fault.weather)
+        if self.store is not None:
+            self.store.set_mode(fault.store_mode)
         printed: list[tuple[float, str]] = []
         starts, began_s = 0, time.monotonic()
         while starts < STARTS and len(read_losses(run)) < self.steps:
@@ -221,7 +220,7 @@ class _Runs:
         if not mark.is_file():
             problem = "the fault did not happen"
         elif len(losses) < self.steps:
-            problem = f"ended after step {len(losses)}: {printed[-1][1] if printed else 'without a word'}"
+            problem = f"ended after step {len(losses)}: {printed[-1][1] if printed else 'it printed nothing'}"
         elif losses != self.losses:
             step = next(step for step, loss in self.losses.items() if losses.get(step) != loss)
             problem = f"other losses from step {step} on"
@@ -239,8 +238,8 @@ class _Runs:
         disturbed = ["-m", "meshwright.verbs.drill.faults", name, str(FAULT_STEP), str(rank), str(mark)]
         words = ["train", *self.words, f"run={run}", "--no-dry-run", f"--hang-after={self.hang_s:g}"]
         environment = dict(os.environ)
-        if fault is not None and fault.weather:
-            environment |= self.store_settings
+        if fault is not None and fault.store_mode:
+            environment |= self.store_environment
             words += [f"store.url=s3://{BUCKET}/{name}", "store.keep_last=3"]
         process = subprocess.Popen(
             [*self.launcher, *disturbed, *words], env=environment, stdout=subprocess.PIPE,
@@ -274,8 +273,8 @@ def _read(stream: IO[str], log: Path, printed: list[tuple[float, str]]) -> None:
         for line in stream:
             file.write(line)
             file.flush()
-            if line.startswith(OURS):
-                printed.append((time.time(), line.removeprefix(OURS[0]).rstrip()))
+            if line.startswith(RUN_LINES):
+                printed.append((time.time(), line.removeprefix(RUN_LINES[0]).rstrip()))
 
 
 def read_losses(run: Path) -> dict[int, float]:

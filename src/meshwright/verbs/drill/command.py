@@ -28,7 +28,7 @@ def drill(
 ) -> None:  # fmt: skip
     """Train a plan for some steps, once without a fault and once with each, and compare the losses.
 
-    A rank is killed, frozen, stuck, slow; a loss is no number; a disk is full; a checkpoint is damaged; the launcher
+    A rank is killed, frozen, stuck, slow; a loss is NaN; a disk is full; a checkpoint is damaged; the launcher
     dies; the store fails. Each run must go on by itself. Without a plan a small one trains on two ranks here. Exits
     with 4 when a fault is not survived.
     """

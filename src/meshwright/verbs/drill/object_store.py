@@ -1,4 +1,4 @@
-"""An S3 server on loopback, moto's, whose weather may be bad: errors, slow answers, connections that break off."""
+"""An S3 server on loopback (moto) that fails on purpose: errors, slow answers, connections that break off."""
 
 import random
 import socket
@@ -11,16 +11,16 @@ from typing import Any
 from meshwright.spec.extras import require
 
 BUCKET = "bucket"
-PASSING = ("500 InternalError", "503 SlowDown")
+TRANSIENT = ("500 InternalError", "503 SlowDown")
 """Errors that another attempt may not meet: status and S3's code."""
-BAD_SHARE = 0.2
-"""Share of the requests that bad weather meets."""
+FAULT_SHARE = 0.2
+"""Share of the requests that fail in the modes `errors` and `torn`."""
 SLOW_S = 0.3
 """Delay of each answer of a slow store."""
 
 
-class Weather:
-    """Fails a share of the requests with 500 or 503, or with the statuses that are set. Thread-safe enough to count.
+class FaultyStore:
+    """WSGI application of a store that fails a share of the requests. Thread-safe enough to count.
 
     Args:
         application: The server's own WSGI application.
@@ -28,16 +28,16 @@ class Weather:
 
     def __init__(self, application: Callable[..., Iterable[bytes]]) -> None:
         self.application, self.share, self.random = application, 0.0, random.Random(1)
-        self.statuses = PASSING
+        self.statuses = TRANSIENT
         self.torn_share = self.slow_s = 0.0
         """Share of the uploads whose connection breaks off halfway. Delay of each answer in seconds."""
         self.requests = self.failures = 0
 
-    def become(self, kind: str) -> None:
-        """Turn to `errors`, `slow` or `torn`. Empty = fine."""
-        self.share = BAD_SHARE if kind == "errors" else 0.0
-        self.torn_share = BAD_SHARE if kind == "torn" else 0.0
-        self.slow_s = SLOW_S if kind == "slow" else 0.0
+    def set_mode(self, mode: str) -> None:
+        """Choose a fault: `errors`, `slow` or `torn`. Empty = none."""
+        self.share = FAULT_SHARE if mode == "errors" else 0.0
+        self.torn_share = FAULT_SHARE if mode == "torn" else 0.0
+        self.slow_s = SLOW_S if mode == "slow" else 0.0
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         """Answer a request, or fail it."""
@@ -55,14 +55,14 @@ class Weather:
             environ["wsgi.input"].read(length)
             status = self.random.choice(self.statuses)
             start_response(status, [("Content-Type", "application/xml")])
-            body = f"<Error><Code>{status.partition(' ')[2]}</Code><Message>bad weather</Message></Error>"
+            body = f"<Error><Code>{status.partition(' ')[2]}</Code><Message>failed on purpose</Message></Error>"
             return [body.encode()] if environ["REQUEST_METHOD"] != "HEAD" else []
         return self.application(environ, start_response)
 
 
 @contextmanager
-def serve() -> Iterator[tuple[str, Weather]]:
-    """Start an S3 server with an empty bucket. Yields its address and its weather. Raises PlanError without moto."""
+def serve() -> Iterator[tuple[str, FaultyStore]]:
+    """Start an S3 server with an empty bucket. Yields its address and application. Raises PlanError without moto."""
     require("drill", "an object store on this machine")
     import boto3
     from moto.server import DomainDispatcherApplication, create_backend_app
@@ -72,24 +72,24 @@ def serve() -> Iterator[tuple[str, Weather]]:
         def log(self, *args: Any, **kwargs: Any) -> None:
             """Say nothing of each request."""
 
-    weather = Weather(DomainDispatcherApplication(create_backend_app))
-    server = make_server("127.0.0.1", 0, weather, threaded=True, request_handler=Silent)
+    faulty = FaultyStore(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, faulty, threaded=True, request_handler=Silent)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     address = f"http://127.0.0.1:{server.server_port}"
-    keys = settings(address)
+    keys = client_environment(address)
     try:
         boto3.client(
             "s3", endpoint_url=address, region_name=keys["AWS_DEFAULT_REGION"],
             aws_access_key_id=keys["AWS_ACCESS_KEY_ID"], aws_secret_access_key=keys["AWS_SECRET_ACCESS_KEY"],
         ).create_bucket(Bucket=BUCKET)  # fmt: skip
-        yield address, weather
+        yield address, faulty
     finally:
         server.shutdown()
         thread.join()
 
 
-def settings(address: str) -> dict[str, str]:
+def client_environment(address: str) -> dict[str, str]:
     """Return the environment that points a process to the server, and away from its user's profiles."""
     return {
         "AWS_ENDPOINT_URL": address, "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing",
