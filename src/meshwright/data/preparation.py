@@ -93,7 +93,11 @@ def _choose_tokenizer(data: Data, root: Path) -> str:
     stored = [part.path for part in data.sources if is_stored(part.path)]
     sources = [Source(part) for part in data.sources if part.path not in stored]
     if data.tokenizer == "auto" and stored:
-        return _tokenizer_of_stores(stored, sources)
+        if sources:
+            raise DataError(
+                f"a mixture has one tokenizer: name that of {stored[0]} with data.tokenizer, or prepare every source"
+            )
+        return "auto"  # each store brings its own
     if data.tokenizer == "auto":
         beside = [source.folder / "tokenizer.json" for source in sources if source.folder is not None]
         files = {file.resolve(): file for file in beside if file.is_file()}
@@ -107,15 +111,6 @@ def _choose_tokenizer(data: Data, root: Path) -> str:
     if stored:
         raise DataError(f"data.tokenizer={data.tokenizer} is trained on local text: for {stored[0]}, name a tokenizer")
     return str(_train_tokenizer(data, sources, root) / "tokenizer.json")
-
-
-def _tokenizer_of_stores(stored: list[str], sources: list[Source]) -> str:
-    """Return `auto` for stores alone: each has its own. Raises DataError if texts given with them name none."""
-    if sources:
-        raise DataError(
-            f"a mixture has one tokenizer: name that of {stored[0]} with data.tokenizer, or prepare every source"
-        )
-    return "auto"
 
 
 def _train_tokenizer(data: Data, sources: list[Source], root: Path) -> Path:

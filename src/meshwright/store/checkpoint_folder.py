@@ -208,7 +208,7 @@ def check_resume(resume: str) -> None:
 
 
 def refuse_taken(run: Path) -> None:
-    """Raise RunError when the folder already holds a run. Cheap: reads little more than file names."""
+    """Raise RunError when the folder already holds a run. Cheap enough to call before hours of encoding."""
     saved = list_checkpoints(run / "checkpoints")
     metrics = run / "metrics.jsonl"
     has_record = False

@@ -32,7 +32,7 @@ from meshwright.store.stored_run import StoredRun
 _FAILED = "failed-"
 """Start of the name of a file with the reason why a rank could not upload its own."""
 READY = "ready\n"
-"""First line of the process that uploads."""
+"""First line of the upload process."""
 POLL_S = (0.2, 5.0)
 """First and longest pause of rank 0 between two looks for the files of other ranks."""
 LONGEST_WAIT_S = 1800.0
@@ -43,11 +43,11 @@ sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from meshwright.store.mirror import serve_uploads
 serve_uploads(*sys.argv[1:])
 """
-"""Program of the process next to a rank. It has the same package as here, whatever the current folder holds."""
+"""Program of the upload process. It imports this very package, whatever the current folder holds."""
 RECORDS = frozenset({"plan.yaml", "metrics.jsonl"})
 """Files without which a run cannot go on."""
 NOT_MIRRORED = ("loss.png",)
-"""Files of a run folder that stay on their machine, in addition to hidden ones: a picture is drawn again."""
+"""Files of a run folder that are not uploaded, in addition to hidden ones: a picture is drawn again."""
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +69,8 @@ class Mirror:
         """Why the last upload failed. The next one that succeeds clears it."""
         self.committed: int | None = None
         """Step of the last checkpoint that this process uploaded."""
-        self.left_out: int | None = None
-        """Step of the last checkpoint, where rank 0 did not upload it."""
+        self.skipped_step: int | None = None
+        """Step of the last checkpoint if rank 0 skipped its upload. None = it did not."""
         self._settings = {"url": store.url, "keep_last": store.keep_last, "bandwidth": store.bandwidth / writers}
         self._step = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="uploads")
@@ -88,9 +88,9 @@ class Mirror:
     def choose(self, step: int, *, last: bool) -> str:
         """Return the name under which rank 0 uploads a checkpoint. Empty = it stays local.
 
-        The last one of a run waits for the one before. Any other is left out while the store is busy.
+        The last one of a run waits for the upload under way. Any other is skipped meanwhile.
         """
-        self.left_out = None
+        self.skipped_step = None
         if last:
             self.wait()
         elif (under_way := self.step) is not None:
@@ -98,7 +98,7 @@ class Mirror:
                 "step %d is not uploaded: the upload of step %d is under way. Save less often "
                 "(recipe.checkpoint_every), or raise store.bandwidth", step, under_way,
             )  # fmt: skip
-            self.left_out = step
+            self.skipped_step = step
             return ""
         return f"step-{step:06d}-{secrets.token_hex(4)}"
 
@@ -123,7 +123,7 @@ class Mirror:
         self._thread.shutdown()
 
     def start(self) -> None:
-        """Start the process, again where an earlier one has ended. Raises StoreError without a word from it."""
+        """Start the process, or start it again after it has ended. Raises StoreError if it does not get ready."""
         with self._lock:
             self._end_process()
             if self._abandoned:
@@ -136,7 +136,7 @@ class Mirror:
         if _read_line(process) != READY:
             with self._lock:
                 self._end_process()
-            raise StoreError(f"the process that uploads does not start ({process.wait()}): see what it prints")
+            raise StoreError(f"the upload process does not start (exit code {process.wait()}): see its output")
 
     def _end_process(self) -> None:
         if (process := self._process) is not None and process.stdin is not None:
@@ -149,13 +149,13 @@ class Mirror:
         assert self._process is not None
         answer = _read_line(self._process, request)
         if not answer and not self._abandoned:
-            log.warning("the process that uploads has ended at step %d: it is started again", step)
+            log.warning("the upload process has ended at step %d: it is started again", step)
             try:
                 self.start()
                 answer = _read_line(self._process, request)
             except (StoreError, OSError) as error:  # OSError: this machine starts no process
                 answer = json.dumps(str(error))
-        problem = json.loads(answer) if answer else "the process that uploads has ended"
+        problem = json.loads(answer) if answer else "the upload process has ended"
         self.error = None
         if problem:
             self.error = StoreError(f"the checkpoint of step {step} is not in the store: {problem}")
@@ -207,7 +207,7 @@ class Uploader:
             log.warning("old checkpoints remain: %s", error)
 
     def report_failure(self, name: str, problem: str) -> None:
-        """Tell rank 0, if the store can be written at all, why the files of this rank will not come."""
+        """Write for rank 0 why the files of this rank will not come, if the store can be written at all."""
         with suppress(Exception):
             (self.run.checkpoints / name / f"{_FAILED}{self.rank}").write(problem.encode())
 
@@ -276,7 +276,7 @@ def serve_uploads(settings: str, rank: str, writers: str) -> None:
         problem = ""
         try:
             uploader.upload(Path(request["path"]), request["name"])
-        except Exception as error:  # whatever it is, the run must hear of it
+        except Exception as error:  # whatever it is, the run must report it
             problem = str(error) or repr(error)
             uploader.report_failure(request["name"], problem)
         print(json.dumps(problem), file=answers, flush=True)

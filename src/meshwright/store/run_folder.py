@@ -230,10 +230,6 @@ class RunFolder:
         """Contents of generation_config.json, copied from the initial model."""
         return read_json(self.path / GENERATION) or {}
 
-    def refuse_taken(self) -> None:
-        """Raise RunError when the folder already holds a run. Cheap enough to call before hours of encoding."""
-        checkpoint_folder.refuse_taken(self.path)
-
     def keep_plan(self) -> None:
         """Write plan.yaml. A resumed run does so once its checkpoint is accepted: a refused plan replaces nothing."""
         planfile.write(self.plan, self.path / "plan.yaml")
@@ -255,7 +251,7 @@ class RunFolder:
         checkpoint_folder.sweep(self.checkpoints)
         checkpoints = checkpoint_folder.list_checkpoints(self.checkpoints)
         if not resume:
-            self.refuse_taken()
+            checkpoint_folder.refuse_taken(self.path)
         if checkpoints and all(saved.problem for saved in checkpoints):
             raise CheckpointError(f"no checkpoint of {self.path} can be used; the last one: {checkpoints[-1].problem}")
         self._write_tokenizer(tokenizer, [saved for saved in checkpoints if not saved.problem])

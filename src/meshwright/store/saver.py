@@ -13,6 +13,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +23,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -37,6 +37,17 @@ from meshwright.store.checkpoint_files import ONE_PROCESS
 if TYPE_CHECKING:
     from meshwright.store.folder_ranks import FolderRanks
     from meshwright.store.mirror import Mirror
+
+UPLOADED = ".uploaded"
+"""File next to the checkpoints, as old as the last upload. launch.sh looks at it."""
+SLAB_BYTES = 256 * 2**20
+"""Size of the slabs in which memory is taken; a larger tensor gets its own. torch rounds pinned memory up to a power of
+two, which could otherwise double its size."""
+ALIGNMENT_BYTES = 64
+GRACE_S = 30.0
+"""Longest wait for a save in flight after a crash. Other ranks of the save may be waiting for a dead one."""
+
+log = logging.getLogger(__name__)
 
 
 class Piece(Tensor):
@@ -99,14 +110,6 @@ def piece(held: Tensor, box: Box | None) -> Tensor:
     return held if box is None or box.sizes == box.whole else Piece(held, box)
 
 
-UPLOADED = ".uploaded"
-"""File next to the checkpoints, as old as the last upload. launch.sh asks for it."""
-SLAB_BYTES = 256 * 2**20
-"""Size of the slabs in which memory is taken; a larger tensor gets its own. torch rounds pinned memory up to a power of
-two, which could otherwise double its size."""
-ALIGNMENT_BYTES = 64
-
-
 class Staging:
     """Host memory for a copy of the training state, which is written while training changes the original.
 
@@ -158,12 +161,6 @@ def _aligned_bytes(tensor: Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-GRACE_S = 30.0
-"""Longest wait for a save in flight after a crash. Other ranks of the save may be waiting for a dead one."""
-
-log = logging.getLogger(__name__)
-
-
 class Saver:
     """Saves checkpoints into one folder. A context manager whose exit waits for the save in flight.
 
@@ -199,6 +196,7 @@ class Saver:
         self._staging = Staging()
         self._assigned: set[str] | None = None
         self._flight: _Flight | None = None
+        self._process_group = None if group is None else group.process_group
         if group is not None:
             # Filters are global to the process and other threads may change them, so this one is not scoped to a save.
             warnings.filterwarnings("ignore", message=ONE_PROCESS)
@@ -219,29 +217,26 @@ class Saver:
         started = time.perf_counter()
         self._join()
         flight = _Flight(step, self.begun)
-        group = None if self.group is None else self.group.process_group
         uploading = (lambda: None) if (mirror := self.mirror) is None else lambda: mirror.step
 
         def write(written: Mapping[str, Tensor]) -> Path:
             path = checkpoint.save(
                 self.folder, step=step, tensors=written, values=values, score=score, keep_last=self.keep_last,
-                group=group, check=flight.check, uploading=uploading, sharing=self.sharing,
+                group=self._process_group, check=flight.check, uploading=uploading, sharing=self.sharing,
             )  # fmt: skip
-            self._upload(step, path, group, last=last)
+            self._upload(step, path, last=last)
             return path
 
         if self.group is None or last:
-            flight.path = write(tensors)
+            self._report(step, write(tensors))
         else:
             # Of identical pieces on several ranks, one rank writes.
             if self._assigned is None:
-                self._assigned = checkpoint.assign_tensors(tensors, group)
+                self._assigned = checkpoint.assign_tensors(tensors, self._process_group)
             assigned = {name: tensor for name, tensor in tensors.items() if name in self._assigned}
             # The copy is made before this returns: the next step changes the tensors.
             flight.start(partial(write, self._staging.copy(assigned)))
-        self._flight = flight
-        if self.group is None or last:
-            self._join()
+            self._flight = flight
         self.blocked_s += time.perf_counter() - started
 
     def upload_resumed(self, step: int, stored_step: int | None) -> None:
@@ -251,35 +246,32 @@ class Saver:
         """
         path = self.folder / f"step-{step:06d}"
         is_missing = self.sharing is None and path.is_dir() and (stored_step is None or stored_step < step)
-        self._upload(step, path, None if self.group is None else self.group.process_group, is_missing=is_missing)
+        self._upload(step, path, is_missing=is_missing)
 
     def _end_uploads(self) -> None:
         """Upload the last checkpoint if it was left out, and wait until the store has it. All ranks together."""
         if (mirror := self.mirror) is None:
             return
-        group = None if self.group is None else self.group.process_group
         if self.newest is not None:
             step = int(self.newest.name.rpartition("-")[2])
-            self._upload(step, self.newest, group, last=True, is_missing=mirror.left_out == step)
+            self._upload(step, self.newest, last=True, is_missing=mirror.skipped_step == step)
         mirror.wait()
         # All ranks learn that the last upload is committed.
-        self._agree("", mirror, group)
+        self._agree("", mirror)
 
-    def _upload(
-        self, step: int, path: Path, group: dist.ProcessGroup | None, *, last: bool = False, is_missing: bool = True
-    ) -> None:
+    def _upload(self, step: int, path: Path, *, last: bool = False, is_missing: bool = True) -> None:
         """Begin an upload if rank 0 decides so. `is_missing`: the store lacks the checkpoint, on rank 0."""
         if (mirror := self.mirror) is None:
             return
         name = mirror.choose(step, last=last) if mirror.rank == 0 and is_missing else ""
-        if name := self._agree(name, mirror, group):
+        if name := self._agree(name, mirror):
             mirror.begin(step, path, name)
 
-    def _agree(self, name: str, mirror: "Mirror", group: dist.ProcessGroup | None) -> str:
+    def _agree(self, name: str, mirror: "Mirror") -> str:
         """Return rank 0's name of an upload, on all ranks. Touches UPLOADED if another checkpoint is committed."""
         committed = mirror.committed
         if mirror.writers > 1:
-            name, committed = broadcast_object(0, (name, committed), group)
+            name, committed = broadcast_object(0, (name, committed), self._process_group)
         if committed != self._committed:
             self._committed = committed
             with suppress(OSError):
@@ -288,9 +280,9 @@ class Saver:
 
     def failed(self) -> bool:
         """Return whether the save in flight has failed on this rank. Reports it to `saved` if it succeeded."""
-        if self._flight is None or not self._flight.landed:
+        if self._flight is None or self.busy:
             return False
-        if self._flight.error is not None:
+        if self._flight.outcome.exception() is not None:
             return True
         self._join()
         return False
@@ -298,7 +290,7 @@ class Saver:
     @property
     def busy(self) -> bool:
         """True while a save is in flight."""
-        return self._flight is not None and not self._flight.landed
+        return self._flight is not None and not self._flight.outcome.done()
 
     def wait(self) -> None:
         """Wait for the save in flight and raise its error."""
@@ -338,7 +330,7 @@ class Saver:
                 raise self.mirror.error
             return
         if self._flight is not None and not issubclass(kind, Exception):
-            self._flight.ended.set()  # second Ctrl-C: abandon the save now
+            self._flight.is_abandoned.set()  # second Ctrl-C: abandon the save now
         # After an error that all ranks share the save can end; after any other a rank may be dead.
         is_shared = issubclass(kind, MeshwrightError | KeyboardInterrupt)
         self.settle(None if is_shared else GRACE_S)
@@ -348,50 +340,37 @@ class Saver:
 
     def _join(self, limit_s: float | None = None) -> None:
         flight = self._flight
-        if flight is None or not flight.join(limit_s):
+        if flight is None or wait([flight.outcome], limit_s).not_done:
             return
         self._flight = None
-        if flight.error is not None:
-            raise flight.error
-        assert flight.path is not None
-        self.newest = flight.path
-        self.saved(flight.step, flight.path)
+        self._report(flight.step, flight.outcome.result())
+
+    def _report(self, step: int, path: Path) -> None:
+        self.newest = path
+        self.saved(step, path)
 
 
 @dataclass(slots=True)
 class _Flight:
-    """One save, in this thread or another."""
+    """One save that may run in a thread."""
 
     step: int
     begun: Callable[[], None]
-    ended: Event = field(default_factory=Event)
-    path: Path | None = None
-    error: BaseException | None = None
-    _thread: Thread | None = None
+    outcome: Future[Path] = field(default_factory=Future)
+    is_abandoned: Event = field(default_factory=Event)
 
     def start(self, save: Callable[[], Path]) -> None:
         # A daemon thread, so that the process can exit when nobody waits for the save any longer.
-        self._thread = Thread(target=self._run, args=(save,), name="checkpoint", daemon=True)
-        self._thread.start()
-
-    @property
-    def landed(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
-
-    def join(self, limit_s: float | None) -> bool:
-        """Wait for at most `limit_s` and return whether the save has ended."""
-        if self._thread is not None:
-            self._thread.join(limit_s)
-        return self.landed
+        Thread(target=self._run, args=(save,), name="checkpoint", daemon=True).start()
 
     def _run(self, save: Callable[[], Path]) -> None:
         try:
-            self.path = save()
+            self.outcome.set_result(save())
         except BaseException as error:
-            self.error = error
+            self.outcome.set_exception(error)
 
     def check(self) -> None:
         """Raise CheckpointError if the save was interrupted. Called before each tensor is written."""
         self.begun()
-        if self.ended.is_set():
+        if self.is_abandoned.is_set():
             raise CheckpointError(f"the checkpoint of step {self.step} was interrupted; earlier ones are kept")

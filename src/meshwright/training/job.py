@@ -63,7 +63,7 @@ def check_resume(plan: Plan, resume: str) -> int | None:
     Returns the newest step in the plan's store. None = the store holds no checkpoint, or the plan has none.
     """
     if resume == "no":
-        RunFolder(path=Path(plan.run), plan=plan).refuse_taken()
+        checkpoint_folder.refuse_taken(Path(plan.run))
     checkpoint_folder.check_resume(resume)
     stored_step = None
     if plan.store.url:
