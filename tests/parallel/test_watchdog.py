@@ -26,14 +26,13 @@ from meshwright.parallel.groups.mesh import make_mesh
 from meshwright.parallel.health import heartbeat as pulses
 from meshwright.parallel.health import watchdog
 from meshwright.parallel.health.heartbeat import BACKWARD, Beat, Heartbeat, HeartbeatWatch
+from meshwright.parallel.health.judgement import Limits, judge
 from meshwright.parallel.health.watchdog import (
     FAILED,
     TERMINATED,
-    Limits,
     RankPlace,
     Watchdog,
     _Observed,
-    judge,
     meet,
     name_ranks,
 )
@@ -41,7 +40,7 @@ from meshwright.spec import Layout
 from meshwright.spec.errors import RunError
 from meshwright.training.step.interrupt import Interrupt
 
-MOVES = Beat(step=7, phase="forward", slow=False, calls=50, last="all_reduce on data", where="a.py:1 in f")
+MOVES = Beat(step=7, phase="forward", may_take_long=False, calls=50, last="all_reduce on data", where="a.py:1 in f")
 STILL = replace(MOVES, still_s=301.0)
 WAITS = replace(STILL, waits=True)
 AWAKE = [0.0] * 3
@@ -74,7 +73,7 @@ def test_where_all_wait_the_farthest_behind_is_blamed() -> None:
 def test_limits_follow_the_longest_step_and_slow_phases() -> None:
     assert blamed(WAITS, replace(STILL, longest_s=100.0), WAITS) is None
     assert blamed(WAITS, replace(STILL, longest_s=100.0, still_s=1001.0), WAITS) == 1
-    saving = replace(STILL, phase="save", slow=True)
+    saving = replace(STILL, phase="save", may_take_long=True)
     assert blamed(WAITS, saving, WAITS) is None
     assert blamed(WAITS, replace(saving, still_s=1801), WAITS) == 1
     assert blamed(WAITS, STILL, WAITS, hang_s=400.0) is None
@@ -84,7 +83,7 @@ def test_limits_follow_the_longest_step_and_slow_phases() -> None:
 
 def test_while_one_compiles_nobody_is_blamed_for_waiting() -> None:
     """A recompilation on one rank; on a GPU it may be in the backward pass, on a thread of autograd."""
-    compiles = replace(MOVES, phase="compile", slow=True, still_s=5.0)
+    compiles = replace(MOVES, phase="compile", may_take_long=True, still_s=5.0)
     waits = replace(WAITS, still_s=900.0)
     assert blamed(waits, waits, waits) == 0
     assert blamed(waits, compiles, waits) is None
@@ -192,7 +191,7 @@ def test_a_thread_is_seen_where_it_stands() -> None:
     first = watches[0].look()
     time.sleep(0.05)
     second = watches[0].look()
-    assert (first.step, first.phase, first.slow, first.waits) == (3, "forward", False, False)
+    assert (first.step, first.phase, first.may_take_long, first.waits) == (3, "forward", False, False)
     assert second.still_s > first.still_s and "in wait" in second.where
     pulse.calls.tell("data", "all_reduce", 8)
     third = watches[0].look()
@@ -285,7 +284,7 @@ def test_a_compilation_on_a_thread_of_autograd_is_one() -> None:
     compiler = ["torch._functorch._aot_autograd.runtime_wrappers:backward", "torch._inductor.compile_fx:compile_fx"]
     assert seen_in([LOOP], []).phase == "step"
     beat = seen_in([LOOP], compiler)
-    assert beat.phase == "compile" and beat.slow and not beat.waits
+    assert beat.phase == "compile" and beat.may_take_long and not beat.waits
     assert seen_in([LOOP, "torch._dynamo.convert_frame:compile_inner"], []).phase == "compile"
     runs = ["torch._inductor.output_code:call", "torch._inductor.runtime.compile_tasks.key:forward"]
     assert seen_in([LOOP, *runs], runs).phase == "step", "code that was compiled is not compiling"

@@ -39,9 +39,9 @@ class Slow:
 
     def __call__(self, rank: int) -> None:
         from meshwright.model import Transformer
-        from meshwright.parallel.health import slow_ranks, watchdog
+        from meshwright.parallel.health import judgement, watchdog
 
-        slow_ranks.WINDOW_S, watchdog.BEAT_S = self.window_s, 0.2
+        judgement.WINDOW_S, watchdog.BEAT_S = self.window_s, 0.2
         stage = Transformer.stage
 
         def slowly(model: Any, *args: Any, **named: Any) -> Any:
@@ -112,6 +112,6 @@ class Garbage:
         spikes.ENOUGH_STEPS, spikes.HISTORY_STEPS, spikes.DEVIATIONS = self.steps, 8, 4.0
 
 
-def terminate(passed: drill.Passed, run: Path) -> None:
+def terminate(keywords: drill.Keywords, run: Path) -> None:
     """Receive SIGTERM, as from a cluster that wants its machine back."""
     os.kill(os.getpid(), signal.SIGTERM)

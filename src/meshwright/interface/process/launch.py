@@ -234,7 +234,8 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
     import torch.distributed as dist
 
     from meshwright.parallel.health.heartbeat import Heartbeat, HeartbeatWatch
-    from meshwright.parallel.health.watchdog import Limits, RankPlace, Watchdog, meet
+    from meshwright.parallel.health.judgement import Limits
+    from meshwright.parallel.health.watchdog import RankPlace, Watchdog, meet
 
     reach_s = min(REACH_S, limit_s)
     # torchrun hosts the store itself; in processes started by hand, the first rank does.

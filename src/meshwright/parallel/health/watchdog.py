@@ -2,8 +2,9 @@
 
 It runs outside of the collective library: two daemon threads of each rank, with their own connection to the launcher's
 store. Once a second a rank writes its beat (heartbeat.py) and looks for a verdict. The first and the last rank read all
-beats in one request, and judge (`judge`). Ranks of one machine hold each other's processes by pidfd and see a death at
-once. The rank that claims the verdict first prints it. The others wait until it has, and end with the same exit code.
+beats in one request, and judge (judgement.py). Ranks of one machine hold each other's processes by pidfd and see a
+death at once. The rank that claims the verdict first prints it. The others wait until it has, and end with the same
+exit code.
 
     talker    all requests to the store
     guard     processes and signals; also ends this rank if the store stops answering
@@ -16,7 +17,6 @@ with the name of the attempt. All that follows is stored under that name.
 """
 
 import json
-import math
 import os
 import queue
 import secrets
@@ -24,7 +24,6 @@ import select
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -34,10 +33,9 @@ from types import FrameType, TracebackType
 
 import torch.distributed as dist
 
-from meshwright.parallel.health.heartbeat import COMPILE, Beat, HeartbeatWatch, boot_id
-from meshwright.parallel.health.slow_ranks import SlowRanks
+from meshwright.parallel.health.heartbeat import Beat, HeartbeatWatch, boot_id
+from meshwright.parallel.health.judgement import ADVICE, Blame, Limits, SlowRanks, judge, name_rank
 from meshwright.spec.errors import RunError
-from meshwright.spec.units import many
 
 PAUSE_S = 0.02
 SHOWN = 5
@@ -96,104 +94,6 @@ def name_ranks(ranks: set[int]) -> str:
     if len(shown) == 1:
         return f"rank {shown[0]}"
     return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
-
-
-HANG_S, TIMES_LONGEST, SLOW_S = 300.0, 10.0, 1800.0
-"""Limits in a step, in longest steps, and elsewhere.
-Ending a healthy rank costs all ranks the work since the last checkpoint. A rank that hangs costs the limit.
-"""
-SILENT_S = 120.0
-SILENT_AFTER_LOSS_S = 5.0
-"""Limit of silence once another rank has lost a connection."""
-ADVICE = "every rank was ended; resume=auto goes on from the last checkpoint"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Longest time without progress. `hang_s`: None = automatic, 0 = no limit."""
-
-    hang_s: float | None = None
-
-    def still_s(self, beat: Beat) -> float:
-        """Return the limit: in a step 5 minutes or 10 times the longest step so far, elsewhere half an hour."""
-        if self.hang_s == 0:
-            return math.inf
-        quick = self.hang_s or max(HANG_S, TIMES_LONGEST * beat.longest_s)
-        return max(SLOW_S, quick) if beat.slow else quick
-
-    @property
-    def silent_s(self) -> float:
-        """Limit without a beat: the process was stopped, or the machine is gone."""
-        return math.inf if self.hang_s == 0 else min(SILENT_S, self.hang_s or SILENT_S)
-
-
-@dataclass(frozen=True, slots=True)
-class Blame:
-    """A rank and the sentence about it."""
-
-    rank: int
-    sentence: str
-
-
-def judge(beats: Sequence[Beat], silent_s: Sequence[float], limits: Limits) -> Blame | None:
-    """Return the culprit, or None. `silent_s`: for how long the beats of each rank have not changed."""
-    going = [rank for rank, beat in enumerate(beats) if not beat.done]
-    if not going:
-        return None
-    lost = any(beats[rank].lost for rank in going)
-    # Silence comes first: a rank that sends nothing cannot be judged by what it sent last.
-    quietest = max(going, key=lambda rank: silent_s[rank])
-    if silent_s[quietest] > (min(SILENT_AFTER_LOSS_S, limits.silent_s) if lost else limits.silent_s):
-        return _blame_silent(quietest, beats, silent_s)
-    # A rank in a collective waits for another one. So blame a rank that does not wait, the one without progress for
-    # longest. If all wait for each other, blame the one farthest behind: it did not enter the others' collective.
-    blamed = min(going, key=lambda rank: _order(beats[rank]))
-    # Compiling takes minutes, and ranks that wait for a compiling one may take as long.
-    slow = beats[blamed].slow or any(beats[rank].phase == COMPILE for rank in going)
-    beat = beats[blamed]
-    if beat.still_s <= limits.still_s(replace(beat, slow=slow)):
-        return None
-    how = f"has made no progress for {beat.still_s:.0f} s"
-    if beat.waits:
-        how = f"is the farthest behind of ranks that have waited for each other for {beat.still_s:.0f} s"
-    recorded = _recorded(beat, [beats[rank] for rank in going if rank != blamed])
-    return Blame(blamed, f"{_name_rank(blamed, beat)} {how} at {beat.position} ({beat.where}){recorded}; {ADVICE}")
-
-
-def _order(beat: Beat) -> tuple[float, ...]:
-    if beat.waits:
-        # Hosts run ahead of their GPUs, so equal positions of hosts say little about the devices.
-        return True, beat.step, beat.calls, math.inf if beat.oldest < 0 else beat.oldest, -beat.still_s
-    return False, -beat.still_s
-
-
-def _recorded(beat: Beat, others: Sequence[Beat]) -> str:
-    """Return what torch's flight recorder says of a rank and of those that wait for it. Empty = nothing."""
-    waiting = Counter(other.open_collective for other in others)
-    waiting.pop("", None)
-    parts = [f"its oldest open collective is {beat.open_collective}"] if beat.open_collective else []
-    for collective, ranks in waiting.most_common(1):
-        parts.append(f"{many(ranks, 'other rank')} {'waits' if ranks == 1 else 'wait'} in {collective}")
-    return f"; by torch's flight recorder {', and '.join(parts)}" if parts else ""
-
-
-def _blame_silent(rank: int, beats: Sequence[Beat], silent_s: Sequence[float]) -> Blame:
-    """Blame a rank whose beats have stopped. Its step is that of the ranks that wait for it."""
-    # A machine that is cut off takes all its ranks with it: they fell silent together.
-    others = sum(not beat.done and s > silent_s[rank] / 2 for beat, s in zip(beats, silent_s, strict=True)) - 1
-    more = f" (and {others} more)" if others else ""
-    step, seconds = max(beat.step for beat in beats), silent_s[rank]
-    return Blame(
-        rank,
-        f"{_name_rank(rank, beats[rank])}{more} has been silent for {seconds:.0f} s in step {step}, stopped or cut "
-        f"off; its last beat was at {beats[rank].position}"
-        f"{_recorded(Beat(), [beat for other, beat in enumerate(beats) if other != rank])}; {ADVICE}",
-    )
-
-
-def _name_rank(rank: int, beat: Beat) -> str:
-    """Return `rank 3`, with its machine if there are several."""
-    return f"rank {rank} on {beat.host}" if beat.host else f"rank {rank}"
 
 
 BEAT_S = 1.0
@@ -333,7 +233,7 @@ class Watchdog:
 
     def _loss_of_this_rank(self, beat: Beat) -> Blame:
         rank = self.home.rank
-        return Blame(rank, f"{_name_rank(rank, self.beat)} lost the others at {beat.position}: {beat.lost}")
+        return Blame(rank, f"{name_rank(rank, self.beat)} lost the others at {beat.position}: {beat.lost}")
 
     # the talker
 
@@ -376,7 +276,7 @@ class Watchdog:
             # Ranks that have finished their work may end.
             if not beat.done:
                 sentence = (
-                    f"{_name_rank(rank, beat)} died without a message (killed?) in {self.beat.position} of rank "
+                    f"{name_rank(rank, beat)} died without a message (killed?) in {self.beat.position} of rank "
                     f"{self.home.rank}; its own last beat was at {beat.position}; {ADVICE}"
                 )
                 self._claim(Blame(rank, sentence), FAILED)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 SLOW_S, SLOW_STEPS = 0.5, 45
-"""Delay of a slow rank in each of its steps, and their number: three windows of parallel/health/slow_ranks.py."""
+"""Delay of a slow rank in each of its steps, and their number: three windows of parallel/health/judgement.py."""
 LARGEST_FILE_BYTES = 2**14
 """Limit that stands for a full disk: records of a short run fit, tensors do not."""
 COMMIT_S = 20.0
