@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from meshwright.interface.process.launch import PHASES, READS
-from meshwright.parallel.health.heartbeat import WORK, Beat, Heartbeat, HeartbeatWatch
-from meshwright.parallel.health.judgement import SlowRank, SlowRanks
+from meshwright.parallel.health.heartbeat import WORK, Beat, Heartbeat, HeartbeatWatch, SlowRank
+from meshwright.parallel.health.judgement import SlowRanks
 from meshwright.parallel.health.watchdog import SAMPLE_S
 
 Work = Callable[[int, int], float]

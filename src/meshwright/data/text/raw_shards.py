@@ -75,20 +75,15 @@ def list_spans(path: str, most_bytes: int) -> list[Span]:
     Raises DataError where there is none.
     """
     files = _list_remote(path) if is_url(path) else _list_local(path)
-    folders = {name.rpartition("/")[0] for name, _ in files if ".mds" in name.rpartition("/")[2]}
     # The index of MDS shards repeats what the shards themselves say.
-    files = [(name, size) for name, size in files if size and _named(name) not in folders]
+    folders = {name.rpartition("/")[0] for name, _ in files if ".mds" in name.rpartition("/")[2]}
+    indexes = {f"{folder}/index.json" for folder in folders}
+    files = [(name, size) for name, size in files if size and name not in indexes]
     if not files:
         raise DataError(f"data.path={printable(path)} holds no text: name a folder, a file or a pattern that has some")
     if unread := next((name for name, _ in files if name.endswith(NOT_READ)), ""):
         raise DataError(f"{printable(unread)} is packed in a way that is not read: take .gz or .zst, and .tar as it is")
     return [span for name, size in files for span in _cut(name, size, most_bytes)]
-
-
-def _named(name: str) -> str:
-    """Return the folder of an index of shards, and of other files a name that no folder has."""
-    folder, _, file = name.rpartition("/")
-    return folder if file == "index.json" else "\0"
 
 
 def _cut(name: str, size: int, most_bytes: int) -> Iterator[Span]:

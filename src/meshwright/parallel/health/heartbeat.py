@@ -20,13 +20,9 @@ from operator import call, is_not, methodcaller
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
 
 from meshwright import compat
 from meshwright.parallel.groups.group import Traffic
-
-if TYPE_CHECKING:
-    from meshwright.parallel.health.judgement import SlowRank
 
 QUICK = frozenset({"step", "forward", "backward", "gradients", "optimizer", "loss"})
 """Phases of a step. Any other one may take long: shared file systems stall for minutes."""
@@ -58,6 +54,26 @@ LONGEST_SAMPLE_S = 0.5
 """Most that a sample counts. A process that was stopped did nothing meanwhile."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRank:
+    """A rank whose own work takes longer than that of its like (judgement.py)."""
+
+    rank: int
+    host: str
+    work_s: float
+    """Its work in a step, without the time in which it waits for others."""
+    median_s: float
+    steps: int
+
+    def __str__(self) -> str:
+        where = f" on {self.host}" if self.host else ""
+        times, work_ms, median_ms = self.work_s / self.median_s, 1e3 * self.work_s, 1e3 * self.median_s
+        return (
+            f"rank {self.rank}{where} is slow: its steps take {times:.1f} times the median's work ({work_ms:.0f} ms "
+            f"against {median_ms:.0f} ms) for {self.steps} steps; all ranks wait for it"
+        )
+
+
 @dataclass(slots=True)
 class Heartbeat:
     """Reports of a process to its watchdog, all but `pieces` by its main thread."""
@@ -74,7 +90,7 @@ class Heartbeat:
     """Duration of all of them."""
     role: str = ""
     """Ranks of equal roles do equal work."""
-    slow_ranks: "deque[SlowRank]" = field(default_factory=deque)
+    slow_ranks: deque[SlowRank] = field(default_factory=deque)
     """Slow ranks that this process has noticed and not yet reported. Another thread adds them."""
     calls: Traffic = field(default_factory=Traffic)
     pieces: int = 0

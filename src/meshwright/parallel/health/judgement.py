@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 
-from meshwright.parallel.health.heartbeat import COMPILE, Beat
+from meshwright.parallel.health.heartbeat import COMPILE, Beat, SlowRank
 from meshwright.spec.units import many
 
 HANG_S, TIMES_LONGEST, SLOW_S = 300.0, 10.0, 1800.0
@@ -121,26 +121,6 @@ def _blame_silent(rank: int, beats: Sequence[Beat], silent_s: Sequence[float]) -
 def name_rank(rank: int, beat: Beat) -> str:
     """Return `rank 3`, with its machine if there are several."""
     return f"rank {rank} on {beat.host}" if beat.host else f"rank {rank}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlowRank:
-    """A rank whose own work takes longer than that of its like."""
-
-    rank: int
-    host: str
-    work_s: float
-    """Its work in a step, without the time in which it waits for others."""
-    median_s: float
-    steps: int
-
-    def __str__(self) -> str:
-        where = f" on {self.host}" if self.host else ""
-        times, work_ms, median_ms = self.work_s / self.median_s, 1e3 * self.work_s, 1e3 * self.median_s
-        return (
-            f"rank {self.rank}{where} is slow: its steps take {times:.1f} times the median's work ({work_ms:.0f} ms "
-            f"against {median_ms:.0f} ms) for {self.steps} steps; all ranks wait for it"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -353,39 +353,41 @@ def simulate(timing: RunTiming, *, seed: int = 0, runs: int = 0) -> SimulatedRun
     """Simulate `runs` runs (0 = RUNS, fewer of a run with many failures)."""
     runs = runs or max(FEWEST, min(RUNS, int(MOST_EVENTS / max(1.0, timing.failures))))
     random = Random(seed)
-    outcomes = [_Run(timing, random).play() for _ in range(runs)]
+    outcomes = [_SimulatedRun(timing, random).play() for _ in range(runs)]
     return SimulatedRuns(
         wall_s=tuple(sorted(wall_s for wall_s, _ in outcomes)), failures=fmean(number for _, number in outcomes),
         steps_s=timing.steps_s,
     )  # fmt: skip
 
 
-class _Run:
+class _SimulatedRun:
     def __init__(self, timing: RunTiming, random: Random) -> None:
         self.timing, self.random = timing, random
-        self.now, self.done, self.failures = timing.start_s, 0.0, 0
-        self.back: list[float] = []
-        """Times at which nodes under repair come back."""
+        self.now_s, self.done_s, self.failures = timing.start_s, 0.0, 0
+        """Time since the start, work that is saved, and failures so far."""
+        self.returns_s: list[float] = []
+        """Times at which nodes under repair come back, a heap."""
         self.spares = timing.spares
 
     def play(self) -> tuple[float, int]:
+        """Return the seconds and the failures of the run. Infinite seconds = it makes no progress."""
         while self.failures < ENDLESS:
-            left_s = max(0.0, self.timing.work_s - self.done)
+            left_s = max(0.0, self.timing.work_s - self.done_s)
             # Each interval ends with a save.
             needed_s = left_s + self.timing.save_s * left_s / self.timing.interval_s
             until_s = self.random.expovariate(1 / self.timing.mtbf_s)
             if until_s >= needed_s:
-                return self.now + needed_s, self.failures
-            self.now += until_s
+                return self.now_s + needed_s, self.failures
+            self.now_s += until_s
             # A checkpoint whose write has not ended at the failure does not count.
             saved = (until_s - self.timing.write_s) / (self.timing.interval_s + self.timing.save_s)
-            self.done += max(0, floor(saved)) * self.timing.interval_s
+            self.done_s += max(0, floor(saved)) * self.timing.interval_s
             self._fail()
             # A failure during a restart begins it anew.
             while (until_s := self.random.expovariate(1 / self.timing.mtbf_s)) < self.timing.restart_s:
-                self.now += until_s
+                self.now_s += until_s
                 self._fail()
-            self.now += self.timing.restart_s
+            self.now_s += self.timing.restart_s
         return float("inf"), self.failures
 
     def _fail(self) -> None:
@@ -394,12 +396,12 @@ class _Run:
         # Software failures keep their nodes, so nothing is replaced.
         if self.random.random() >= self.timing.hardware:
             return
-        while self.back and self.back[0] <= self.now:
-            heappop(self.back)
+        while self.returns_s and self.returns_s[0] <= self.now_s:
+            heappop(self.returns_s)
             self.spares += 1
-        heappush(self.back, self.now + self.random.expovariate(1 / self.timing.repair_s))
+        heappush(self.returns_s, self.now_s + self.random.expovariate(1 / self.timing.repair_s))
         if self.spares:
             self.spares -= 1
         else:
             # No spare is left: the run waits for the first node that is repaired.
-            self.now = max(self.now, heappop(self.back))
+            self.now_s = max(self.now_s, heappop(self.returns_s))

@@ -37,7 +37,7 @@ class Fault:
     says: str
     """Pattern of the line that names the fault. Empty = none is needed."""
     act: Callable[[Keywords, Path], None]
-    """What one rank does in the forward pass, with its keyword arguments and the run folder."""
+    """Act of one rank in the forward pass, given its keyword arguments and the run folder."""
     steps: int = 1
     """Steps in which it happens."""
     launcher: signal.Signals | None = None

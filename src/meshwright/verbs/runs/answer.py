@@ -35,7 +35,7 @@ class ListedCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedRuns(Answer):
-    """Checkpoints of all runs below a place."""
+    """Checkpoints of all runs below a folder or URL."""
 
     where: str
     verified: bool
