@@ -128,3 +128,28 @@ def test_a_long_download_reports_each_piece(folder: Location, tmp_path: Path) ->
     pieces = []
     transfer.download([(folder / "a", tmp_path / "a", "")], lambda: pieces.append(1))
     assert len(pieces) > 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("", ["a.jsonl", "x/a.jsonl", "x/y/b.gz"]),
+        ("*.jsonl", ["a.jsonl"]),
+        ("?/*.jsonl", ["x/a.jsonl"]),
+        ("**/a.jsonl", ["a.jsonl", "x/a.jsonl"]),
+        ("x/**", ["x/a.jsonl", "x/y/b.gz"]),
+        ("[ab]*", ["a.jsonl"]),
+        ("nothing*", []),
+    ],
+)
+def test_a_pattern_matches_as_in_a_shell(folder: Location, pattern: str, names: list[str]) -> None:
+    for name in ("a.jsonl", "x/a.jsonl", "x/y/b.gz"):
+        (folder / name).write(b"a")
+    assert [file.name for file in folder.list_files(pattern)] == names
+
+
+def test_a_local_file_is_written_at_once_too(tmp_path: Path) -> None:
+    location = Location.at(str(tmp_path / "new" / "a"))
+    location.write(b"first")
+    location.write(b"second")
+    assert location.read() == b"second" and [path.name for path in (tmp_path / "new").iterdir()] == ["a"]

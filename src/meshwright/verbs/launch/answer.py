@@ -75,28 +75,31 @@ class Job:
     def texts(self, to: str) -> dict[str, str]:
         """Return the text of each file but plan.yaml, by name."""
         if to == "slurm":
-            directives = ("--requeue", "--open-mode=append", f"--signal=B:USR1@{self.grace_s}")
-            head = slurm_head(self.plan, self._title, name=self.name, directives=directives)
-            # Nodes end by themselves a moment after the first: the rest of the grace is theirs.
-            srun = srun_lines(self.plan, f"--wait={self.grace_s}")
-            words = {"head": "\n".join(head), "srun": "\n".join(srun)}
-            return {"launch.sh": self._node_script(), "launch.sbatch": _fill("launch.sbatch", words)}
-        cluster, url = self.plan.cluster, self.plan.store.url
-        # A run that its user has put elsewhere must be on the volume too.
-        mount = str(Path(self.plan.run).parent)
-        words = {
-            "title": self._title, "name": self.name, "nodes": str(cluster.nodes), "grace": str(self.grace_s),
-            "mount": mount, "port": str(PORT), "image": self.image or "IMAGE",
-        }  # fmt: skip
+            return {"launch.sh": self._node_script(), "launch.sbatch": self._slurm_job()}
         if to == "skypilot":
-            package = f"'meshwright[{EXTRAS[scheme(url)]}]'" if url else "meshwright"
-            words |= {
-                "resources": "".join(self._sky_resources()),
-                "setup": "" if self.image else f"setup: pip install {package}\n",
-                "volume": "" if url else _fill("volume.yaml", words),
-                "yours": "" if url else "\n# Yours to set: VOLUME.",
-            }
-            return {"launch.sh": self._node_script(), "skypilot.yaml": _fill("skypilot.yaml", words)}
+            return {"launch.sh": self._node_script(), "skypilot.yaml": self._sky_task()}
+        return {"jobset.yaml": self._job_set()}
+
+    def _slurm_job(self) -> str:
+        directives = ("--requeue", "--open-mode=append", f"--signal=B:USR1@{self.grace_s}")
+        head = slurm_head(self.plan, self._title, name=self.name, directives=directives)
+        # Nodes end by themselves a moment after the first: the rest of the grace is theirs.
+        srun = srun_lines(self.plan, f"--wait={self.grace_s}")
+        return _fill("launch.sbatch", {"head": "\n".join(head), "srun": "\n".join(srun)})
+
+    def _sky_task(self) -> str:
+        url, words = self.plan.store.url, self._cluster_words()
+        package = f"'meshwright[{EXTRAS[scheme(url)]}]'" if url else "meshwright"
+        words |= {
+            "resources": "".join(self._sky_resources()),
+            "setup": "" if self.image else f"setup: pip install {package}\n",
+            "volume": "" if url else _fill("volume.yaml", words),
+            "yours": "" if url else "\n# Yours to set: VOLUME.",
+        }
+        return _fill("skypilot.yaml", words)
+
+    def _job_set(self) -> str:
+        cluster, url, words = self.plan.cluster, self.plan.store.url, self._cluster_words()
         vendor = "amd.com" if cluster.device.name.startswith(("MI", "AMD")) else "nvidia.com"
         limits = f"{{limits: {{{vendor}/gpu: {cluster.devices_per_node}}}}}" if cluster.device.is_gpu else "{}"
         claimed = f"persistentVolumeClaim: {{claimName: {self.name}-run}}"
@@ -108,7 +111,16 @@ class Job:
             "yours": "" if self.image else " Yours to set: IMAGE.",
             "volume": f"emptyDir: {{sizeLimit: {self.storage_gib}Gi}}" if url else claimed,
         }  # fmt: skip
-        return {"jobset.yaml": _fill("jobset.yaml", words)}
+        return _fill("jobset.yaml", words)
+
+    def _cluster_words(self) -> dict[str, str]:
+        """Return the words that a SkyPilot task and a JobSet share."""
+        # A run that its user has put elsewhere must be on the volume too.
+        mount = str(Path(self.plan.run).parent)
+        return {
+            "title": self._title, "name": self.name, "nodes": str(self.plan.cluster.nodes),
+            "grace": str(self.grace_s), "mount": mount, "port": str(PORT), "image": self.image or "IMAGE",
+        }  # fmt: skip
 
     @property
     def _title(self) -> str:
