@@ -19,14 +19,13 @@ import random
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.planner import WriteItem
 
 from meshwright.parallel.groups.group import agree, broadcast_object, union_of_names
 from meshwright.spec.errors import CheckpointError, DamagedCheckpoint, argument
@@ -48,7 +47,7 @@ from meshwright.store.checkpoint_folder import find_best as find_best
 from meshwright.store.checkpoint_folder import find_latest as find_latest
 from meshwright.store.checkpoint_folder import list_checkpoints as list_checkpoints
 from meshwright.store.checkpoint_folder import sweep as sweep
-from meshwright.store.durable import write_file
+from meshwright.store.durable import free_bytes, write_file
 
 if TYPE_CHECKING:
     from meshwright.store.folder_ranks import FolderRanks
@@ -105,7 +104,6 @@ def _numpy_state() -> Tensor:
 
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
-T = TypeVar("T")
 
 STATE = "state.json"
 log = logging.getLogger(__name__)
@@ -122,7 +120,7 @@ def save(
     keep_last: int,
     uploading: Callable[[], int | None] = lambda: None,
     group: dist.ProcessGroup | None = None,
-    check: Callable[[], None] | None = None,
+    check: Callable[[], None] = lambda: None,
     sharing: "FolderRanks | None" = None,
 ) -> Path:
     """Write `folder/step-NNNNNN` and return its path. The folder appears complete or not at all.
@@ -163,10 +161,10 @@ def save(
         checkpoint_folder.commit(saving, target, commits[0])
 
     try:
-        _write(tensors, CheckpointWriter(saving, begin, end), group, check)
+        _write(tensors, CheckpointWriter(saving, begin, end, check), group)
     except BaseException as error:
         if owns_folder:
-            checkpoint_folder.discard(saving)
+            shutil.rmtree(saving, ignore_errors=True)
         # A full disk gets a remedy; anything else is a fault or an interrupt.
         if not isinstance(error, OSError):
             raise
@@ -187,7 +185,7 @@ def save(
                 checkpoint_folder.commit(saving, target, commits[0])
             checkpoint_folder.remove_older_parts(folder, step, under_way)
         except OSError as error:
-            checkpoint_folder.discard(saving)
+            shutil.rmtree(saving, ignore_errors=True)
             raise _save_error(target, error, commits[0].size_bytes, platform.node()) from None
 
     agree(commit_parts if owns_folder else lambda: None, group)
@@ -222,8 +220,7 @@ def find_newest_whole(
         return path
     if not damaged:
         return None
-    newest, run = damaged[0], candidates[0].parent.parent
-    raise _reword(newest, f"no checkpoint of {run} can be used; the last one: {newest}")
+    raise damaged[0].reworded(before=f"no checkpoint of {candidates[0].parent.parent} can be used; the last one: ")
 
 
 def verify_named(
@@ -234,7 +231,7 @@ def verify_named(
         verify(checkpoint, group, begun)
     except DamagedCheckpoint as error:
         advice = "take another one, or the run itself (resume=auto) for its newest that is whole"
-        raise _reword(error, f"{error}; {advice}") from None
+        raise error.reworded(after=f"; {advice}") from None
     return checkpoint
 
 
@@ -305,41 +302,21 @@ def assign_tensors(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | Non
     return assignment.names
 
 
-def _write(
-    tensors: Mapping[str, Tensor],
-    writer: CheckpointWriter,
-    group: dist.ProcessGroup | None,
-    check: Callable[[], None] | None = None,
-) -> None:
+def _write(tensors: Mapping[str, Tensor], writer: CheckpointWriter, group: dist.ProcessGroup | None) -> None:
     with unwrap_errors(), silence_warnings():
         dcp.save(
             dict(tensors),
             storage_writer=writer,
-            planner=_Planner(check),
+            planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
             no_dist=not _distributed(),
         )
 
 
-class _Planner(dcp.DefaultSavePlanner):
-    """Save planner that calls `check` before each tensor."""
-
-    def __init__(self, check: Callable[[], None] | None) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.check = check
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        """Return the tensor to be written."""
-        if self.check is not None:
-            self.check()
-        return super().resolve_data(write_item)
-
-
 def _save_error(target: Path, error: OSError, needed_bytes: int, host: str) -> CheckpointError:
     """Return the error of a save with its remedy. `host` names the machine where each has a disk of its own."""
-    nearest_folder = next(path for path in (target.parent, *target.parent.absolute().parents) if path.is_dir())
     reason = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
-    free = f"it needs {gib(needed_bytes)} and {gib(shutil.disk_usage(nearest_folder).free)} are free"
+    free = f"it needs {gib(needed_bytes)} and {gib(free_bytes(target.parent) or 0)} are free"
     remaining = "; earlier checkpoints are kept" if list_checkpoints(target.parent) else ""
     # A limit on file sizes is not cured by free space.
     if error.errno == errno.EFBIG:
@@ -411,10 +388,3 @@ def _rank(group: dist.ProcessGroup | None) -> int:
 
 def _world(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if _distributed() else 1
-
-
-def _reword(error: CheckpointError, sentence: str) -> CheckpointError:
-    """Return `error` under another sentence, still attributed to the rank that raised it."""
-    failure = CheckpointError(sentence)
-    failure.reported_elsewhere = error.reported_elsewhere
-    return failure

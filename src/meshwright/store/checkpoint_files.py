@@ -155,13 +155,17 @@ class CheckpointWriter(StorageWriter):
     """Writes each rank's shards to `path`, in files named after the rank.
 
     The coordinator calls `begin` before any rank writes, and `end` with all FileRecords after every rank has written.
-    An exception in either reaches every rank.
+    Each rank calls `check` before each tensor. An exception in any of them reaches every rank.
     """
 
-    def __init__(self, path: Path, begin: Callable[[], None], end: Callable[[list[FileRecord]], None]) -> None:
-        self.path = path
-        self._begin = begin
-        self._end = end
+    def __init__(
+        self,
+        path: Path,
+        begin: Callable[[], None],
+        end: Callable[[list[FileRecord]], None],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.path, self._begin, self._end, self._check = path, begin, end, check
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another save, to `checkpoint_id` if it is a path."""
@@ -190,16 +194,18 @@ class CheckpointWriter(StorageWriter):
             for i in range(1, len(files) + 1)
         ]
 
+        def resolve(item: WriteItem) -> Any:
+            self._check()
+            return planner.resolve_data(item)
+
         def write(path: Path, items: list[WriteItem]) -> list[WriteResult]:
-            written = write_safetensors(path, items, planner.resolve_data)
+            written = write_safetensors(path, items, resolve)
             return [WriteResult(item.index, _size_bytes(item), written) for item in items]
 
         # Threads write side by side, since hashing releases the interpreter's lock.
         with ThreadPoolExecutor(max(1, min(THREADS, os.cpu_count() or 1, len(files)))) as pool:
             writes = [write for per_file in pool.map(write, paths, files) for write in per_file]
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(writes)
-        return done
+        return _ended(writes)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Pass the records of all files to `end`, once every rank has written."""
@@ -222,9 +228,13 @@ class Assignment(CheckpointWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Record the names of the items."""
         self.names = {item.index.fqn for item in plan.items}
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
+        return _ended([])
+
+
+def _ended(results: list[WriteResult]) -> Future[list[WriteResult]]:
+    future: Future[list[WriteResult]] = Future()
+    future.set_result(results)
+    return future
 
 
 def write_safetensors(path: Path, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Any]) -> FileRecord:

@@ -1,7 +1,7 @@
 """The folder of a run's checkpoints: write COMMIT, publish by a rename, find the newest and the best, remove others.
 
 COMMIT is the last file written into a checkpoint. It lists the size and hash of every other file, and its own hash. A
-rename then makes the checkpoint visible (`publish`).
+rename then makes the checkpoint visible (`commit`).
 """
 
 import hashlib
@@ -290,14 +290,9 @@ def path_of_parts(target: Path) -> Path:
 
 
 def commit(saving: Path, target: Path, contents: Commit) -> None:
-    """Write COMMIT and make a checkpoint visible. Every other file must be on disk already."""
+    """Write COMMIT and make a checkpoint visible by a rename. Every other file must be on disk already."""
     write_commit(saving, contents)
     sync_folder(saving)
-    publish(saving, target)
-
-
-def publish(saving: Path, target: Path) -> None:
-    """Make a complete checkpoint visible: rename it to its final path."""
     # An older one of that name is moved aside first. `sweep` repairs a kill between the two renames.
     old = _hide(target) if target.exists() else None
     try:
@@ -347,11 +342,6 @@ def _remove(paths: Iterable[Path]) -> None:
             _delete(_hide(path))
         except OSError as error:
             log.warning("%s cannot be removed: %s", path, error.strerror)
-
-
-def discard(path: Path) -> None:
-    """Delete a checkpoint that was never published."""
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def _hide(path: Path) -> Path:

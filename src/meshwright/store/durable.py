@@ -47,11 +47,15 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return a path, or the nearest folder above it that exists."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+
+
 def free_bytes(path: Path) -> int | None:
     """Return the free bytes of the file system of `path`, which need not exist yet. None when it reports none."""
-    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     try:
-        return shutil.disk_usage(nearest).free
+        return shutil.disk_usage(nearest_existing(path)).free
     except OSError:
         return None
 
@@ -91,7 +95,7 @@ def refuse_unwritable(path: Path, key: str = "run") -> None:
     """
     nearest = path
     try:
-        nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        nearest = nearest_existing(path)
         with tempfile.TemporaryFile(dir=nearest):
             return
     except OSError as error:

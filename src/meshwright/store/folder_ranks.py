@@ -67,4 +67,5 @@ def _identify(folder: Path) -> str:
 
 
 def _find_existing(folder: Path) -> Path:
+    # A relative path stays one: each rank must look in its own current folder.
     return next(path for path in (folder, *folder.parents) if path.exists())
