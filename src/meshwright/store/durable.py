@@ -81,7 +81,7 @@ def check_room(folder: Path, needed_bytes: int, what: object) -> None:
         )
 
 
-def refuse_taken(path: Path, key: str) -> None:
+def refuse_nonempty(path: Path, key: str) -> None:
     """Raise PlanError when an output folder is a file or not empty. `key`: the argument."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         what = "is not empty: take another folder, or empty this one" if path.is_dir() else "is there: name another"

@@ -19,7 +19,7 @@ from meshwright.interface.terminal.screen_text import aligned
 from meshwright.spec.errors import ArgumentError, PlanError, RunError, argument
 from meshwright.spec.presets import suggest
 from meshwright.spec.units import many
-from meshwright.store.durable import refuse_taken, refuse_unwritable
+from meshwright.store.durable import refuse_nonempty, refuse_unwritable
 from meshwright.store.run_folder import MetricsLog
 from meshwright.training.step.watch import read_goodput
 from meshwright.verbs.drill.faults import FAULTS, Fault
@@ -131,7 +131,7 @@ def drill(
             "steps", steps, f"must be at least {FAULT_STEP + EVERY}: a fault comes in step {FAULT_STEP}"
         )
     folder = Path(out)
-    refuse_taken(folder, "out")
+    refuse_nonempty(folder, "out")
     refuse_unwritable(folder, "out")
     folder.mkdir(parents=True, exist_ok=True)
     drill_runs = _Runs(folder, _words(words, folder, steps), start, steps)

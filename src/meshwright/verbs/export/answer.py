@@ -14,7 +14,7 @@ def check_export(
 ) -> None:
     """Check all that needs no torch. Raises RunError, ArgumentError, PlanError."""
     from meshwright.store import checkpoint_folder
-    from meshwright.store.durable import refuse_taken, refuse_unwritable
+    from meshwright.store.durable import refuse_nonempty, refuse_unwritable
     from meshwright.store.run_folder import RunFolder, check_checkpoint, check_dtype, check_gguf_path, check_model
 
     check_dtype(dtype)
@@ -32,7 +32,7 @@ def check_export(
             RunFolder.open(source)
         if out.suffix in WEIGHT_FILES:
             raise PlanError(f"OUT {out} is a folder with the name of a file: take {out.with_suffix('')}, or NAME.gguf")
-        refuse_taken(out, "out")
+        refuse_nonempty(out, "out")
     refuse_unwritable(out, "out")
 
 

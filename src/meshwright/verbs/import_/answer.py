@@ -23,9 +23,9 @@ def import_hf(folder: Path, run: Path) -> Plan:
     from meshwright.data import Tokenizer
     from meshwright.formats.hub.config import read_config
     from meshwright.formats.quantized.detection import quantization
-    from meshwright.store.durable import refuse_taken, refuse_unwritable
+    from meshwright.store.durable import refuse_nonempty, refuse_unwritable
 
-    refuse_taken(run, "run")
+    refuse_nonempty(run, "run")
     if not quantization(folder):  # the reader of quantized folders checks their config
         read_config(folder)
     refuse_unwritable(run, "run")

@@ -29,7 +29,7 @@ from meshwright.spec.presets import suggest
 from meshwright.spec.units import many
 from meshwright.stacks.config_files import PORT, node_head, slurm_head, srun_lines
 from meshwright.store.default_folders import is_open
-from meshwright.store.durable import NODE_DISKS, file_system, refuse_taken, refuse_unwritable, report_in_one_line
+from meshwright.store.durable import NODE_DISKS, file_system, refuse_nonempty, refuse_unwritable, report_in_one_line
 
 STARTS = {
     "slurm": "sbatch --time=24:00:00 launch.sbatch",
@@ -247,7 +247,7 @@ def launch(
         machines = f"{many(cluster.nodes, 'node')} of {many(cluster.devices_per_node, 'device')}"
         raise IllegalLayout(f"the cluster has {machines}, one process on each: {violation}")
     folder = Path(out or to)
-    refuse_taken(folder, "out")
+    refuse_nonempty(folder, "out")
     refuse_unwritable(folder, "out")
     job = _job(parsed, to, folder, grace, image)
     with report_in_one_line(folder, argument("out")):

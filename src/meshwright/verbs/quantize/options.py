@@ -14,7 +14,7 @@ from meshwright.spec.model.quantization_schemes import FOLDER_FORMATS, SCHEMES, 
 from meshwright.spec.presets import find_nearest
 from meshwright.spec.units import GIB, MIB, gib
 from meshwright.spec.weights.gguf_schemes import GGUF, GGUF_SCHEMES
-from meshwright.store.durable import free_bytes, refuse_taken, refuse_unwritable
+from meshwright.store.durable import free_bytes, refuse_nonempty, refuse_unwritable
 from meshwright.store.run_folder import LAST, check_dtype, check_gguf_path, check_model
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def check_request(
             "out", target, "names a GGUF file, which has schemes of its own", f"{', '.join(GGUF_SCHEMES)}"
         )
     else:
-        refuse_taken(target, "out")
+        refuse_nonempty(target, "out")
         if budget is not None:
             bytes_of(budget)
             # It raises for a scheme of one fixed width, before the model is read.
