@@ -142,7 +142,8 @@ def test_a_long_download_reports_each_piece(folder: Location, tmp_path: Path) ->
         ("nothing*", []),
     ],
 )
-def test_a_pattern_matches_as_in_a_shell(folder: Location, pattern: str, names: list[str]) -> None:
+def test_a_pattern_matches_as_in_a_shell(server: FaultyStore, pattern: str, names: list[str]) -> None:
+    folder = Location.open(f"s3://{object_store.BUCKET}/patterns")
     for name in ("a.jsonl", "x/a.jsonl", "x/y/b.gz"):
         (folder / name).write(b"a")
     assert [file.name for file in folder.list_files(pattern)] == names

@@ -223,13 +223,8 @@ class Location:
         `pattern`: only those that match it, as `2026/**/*.parquet`; `**` = any number of folders.
         """
         filesystem, folder = self.filesystem, self.path.strip("/") + "/"
-        entries = self._request(
-            lambda: (
-                filesystem.glob(f"{self.path}/{pattern}", detail=True)
-                if pattern
-                else filesystem.find(self.path, detail=True)
-            )
-        )
+        search, where = (filesystem.glob, f"{self.path}/{pattern}") if pattern else (filesystem.find, self.path)
+        entries = self._request(lambda: search(where, detail=True))
         files = [
             _remote_file(path.strip("/").removeprefix(folder), entry)
             for path, entry in entries.items()
