@@ -26,7 +26,7 @@ LIBRARIES: dict[str, set[str]] = {
     "spec": set(),
     "planner": set(),
     "stacks": {"yaml"},
-    "remote": {"fsspec"},
+    "remote": {"fsspec", "huggingface_hub"},
     "planfile": {"pydantic", "yaml"},
     "data": {"jinja2", "numpy", "tokenizers", "pyarrow", "datasets", "zstandard"},
     "kernels": {"torch", "triton"},

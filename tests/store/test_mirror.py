@@ -224,7 +224,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_read(texts: Path, 
     loop.run(plan(texts, tmp_path / "first", url, steps=4))
     with pytest.raises(StoreError, match=r"already holds a run \(last checkpoint: step 4\): resume=auto continues"):
         loop.run(plan(texts, tmp_path / "second", url))
-    with pytest.raises(StoreError, match="nobody-has-this does not exist: create the bucket"):
+    with pytest.raises(StoreError, match="nobody-has-this does not exist: create it"):
         loop.run(plan(texts, tmp_path / "second", "s3://nobody-has-this"))
     assert not (tmp_path / "second").exists()
     shutil.copytree(tmp_path / "first" / "checkpoints" / "step-000004", tmp_path / "kept")

@@ -1,6 +1,6 @@
 """Files and folders behind URLs. Every byte outside of local disks passes here.
 
-    s3://BUCKET/KEY    gs://BUCKET/KEY    az://CONTAINER/KEY    hf://datasets/ORG/NAME/FILE    memory://NAME
+    s3://BUCKET/KEY    gs://BUCKET/KEY    az://CONTAINER/KEY    hf://buckets/ORG/NAME/FILE    memory://NAME
 
 A request that fails is repeated, unless another attempt would fail, too. Credentials come from each library's own
 chain: environment, profile, or the role of the machine. fsspec is imported with the first URL, its libraries with the
@@ -15,11 +15,11 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from meshwright.spec.errors import PlanError, StoreError, printable
 from meshwright.spec.extras import require
@@ -52,9 +52,13 @@ NO_CREDENTIALS = {
 NO_ACCOUNT = "unable to connect to account"
 """Beginning of adlfs' message without credentials, which has no class of its own."""
 UNREACHABLE = {"TimeoutError", "ConnectionError", "EndpointConnectionError", "ServiceRequestError",
-               "ClientConnectionError"}  # fmt: skip
-NO_CONTAINER = "ResourceNotFoundError"
-"""Class of Azure's error on writing where no container is. The other stores raise FileNotFoundError."""
+               "ClientConnectionError", "NetworkError", "TimeoutException"}  # fmt: skip
+NOT_FOUND = {"ResourceNotFoundError", "RepositoryNotFoundError", "BucketNotFoundError", "EntryNotFoundError"}
+"""Classes of errors for a missing container, repository or file. Other libraries raise FileNotFoundError."""
+GATED = "GatedRepoError"
+"""Class of the Hub's error for a repository that waits for consent."""
+VERSIONS = ("ETag", "etag", "crc32c", "md5Hash", "content_md5", "blob_id", "xet_hash", "created")
+"""Names that libraries give to a file's version, the surest first."""
 
 ATTEMPTS = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
@@ -102,7 +106,7 @@ class Location:
     """The path as the file system itself writes it."""
 
     @classmethod
-    def open(cls, url: str) -> Self:
+    def open(cls, url: str) -> "Location":
         """Open a URL's file system. No request is sent yet.
 
         Raises PlanError for a scheme that is unknown, or whose library is not installed.
@@ -124,10 +128,14 @@ class Location:
         if extra in DRAWING:
             # The state of the global generator is part of a checkpoint: no request may change it, whatever fails.
             vars(importlib.import_module(DRAWING[extra]))["random"] = random.Random()
-        return cls(url, filesystem, str(path))
+        if extra == "hub":
+            from meshwright.remote.hub import HubLocation
+
+            return HubLocation(url, filesystem, str(path))
+        return Location(url, filesystem, str(path))
 
     @classmethod
-    def at(cls, path: str) -> Self:
+    def at(cls, path: str) -> "Location":
         """Open a URL, or a path of this machine as one. Folders on the way to a local file are created."""
         if is_url(path):
             return cls.open(path)
@@ -142,7 +150,7 @@ class Location:
         return None if is_url(self.url) else Path(self.url)
 
     def __truediv__(self, name: str) -> "Location":
-        return Location(f"{self.url}/{name}", self.filesystem, f"{self.path}/{name}")
+        return replace(self, url=f"{self.url}/{name}", path=f"{self.path}/{name}")
 
     @property
     def name(self) -> str:
@@ -152,7 +160,7 @@ class Location:
     @property
     def parent(self) -> "Location":
         """Folder that holds this file or folder."""
-        return Location(self.url.rpartition("/")[0], self.filesystem, self.path.rpartition("/")[0])
+        return replace(self, url=self.url.rpartition("/")[0], path=self.path.rpartition("/")[0])
 
     def __str__(self) -> str:
         return printable(self.url)
@@ -215,7 +223,7 @@ class Location:
             entry = self._request(lambda: self.filesystem.info(self.path))
         except FileNotFoundError:
             return None
-        return _remote_file(self.name, entry) if entry["type"] == "file" else None
+        return remote_file(self.name, entry) if entry["type"] == "file" else None
 
     def list_files(self, pattern: str = "") -> list[RemoteFile]:
         """List all files below this folder by name, at any depth. Empty when there is none.
@@ -224,9 +232,12 @@ class Location:
         """
         filesystem, folder = self.filesystem, self.path.strip("/") + "/"
         search, where = (filesystem.glob, f"{self.path}/{pattern}") if pattern else (filesystem.find, self.path)
-        entries = self._request(lambda: search(where, detail=True))
+        try:
+            entries = self._request(lambda: search(where, detail=True))
+        except FileNotFoundError:  # not even the bucket is there
+            return []
         files = [
-            _remote_file(path.strip("/").removeprefix(folder), entry)
+            remote_file(path.strip("/").removeprefix(folder), entry)
             for path, entry in entries.items()
             if entry["type"] == "file" and path.strip("/").startswith(folder)
         ]
@@ -240,6 +251,11 @@ class Location:
         """Remove a file. One that is not there is no error."""
         with suppress(FileNotFoundError):
             self._request(lambda: self.filesystem.rm_file(self.path))
+
+    def remove_all(self, names: Sequence[str]) -> None:
+        """Remove files below this folder."""
+        for name in names:
+            (self / name).remove()
 
     def drop_unfinished_uploads(self) -> None:
         """Remove parts that killed processes have left below this folder, which no listing shows but S3 bills."""
@@ -265,14 +281,14 @@ class Location:
                 self.filesystem.pipe_file(probe, b"may be removed\n")
                 self.filesystem.rm_file(probe)
         except FileNotFoundError:
-            raise StoreError(f"{purpose}: {self} does not exist: create the bucket, or name another URL") from None
+            raise StoreError(f"{purpose}: {self} does not exist: create it, or name another URL") from None
         except StoreError as error:
             raise error.reworded(before=f"{purpose}: ") from None
 
 
-def _remote_file(name: str, entry: dict[str, Any]) -> RemoteFile:
-    versions = (entry.get(key) for key in ("ETag", "etag", "crc32c", "md5Hash", "content_md5", "blob_id", "created"))
-    version = next((str(version).strip('"') for version in versions if version), "")
+def remote_file(name: str, entry: dict[str, Any]) -> RemoteFile:
+    """Return a file by what the library knows about it."""
+    version = next((str(entry[key]).strip('"') for key in VERSIONS if entry.get(key)), "")
     return RemoteFile(name=name, size_bytes=int(entry["size"] or 0), version=version)
 
 
@@ -284,7 +300,8 @@ def reporting(url: str) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except Exception as error:  # each library has classes of its own, and some raise plain exceptions
-        if type(error).__name__ == NO_CONTAINER:
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        if kinds & NOT_FOUND and GATED not in kinds:
             raise FileNotFoundError(url) from error
         reason, may_pass = _explain(url, error)
         failure = StoreError(f"{printable(url)}: {reason}")
@@ -301,8 +318,13 @@ def _explain(url: str, error: Exception) -> tuple[str, bool]:
         return f"no credentials: {remedy}", False
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return f"no copy could be written to this machine ({os.strerror(error.errno)}): free some space there", False
-    if isinstance(error, PermissionError):
+    status = getattr(getattr(error, "response", None), "status_code", 0)  # of the Hub
+    if status == 401:
+        return f"these credentials are not valid: {remedy}", False
+    if isinstance(error, PermissionError) or status == 403 or GATED in classes:
         return f"not allowed ({words}): give these credentials the right, or take others", False
+    if "OfflineModeIsEnabled" in classes:
+        return "HF_HUB_OFFLINE is set: unset it, or name a path of this machine", False
     if classes & UNREACHABLE:
         return f"cannot be reached ({words}): check the network and the address", True
     return f"{words}: fix that, or name another URL", True

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from meshwright.remote.hub import HubLocation
 from meshwright.remote.locations import Location
 from meshwright.spec.errors import StoreError
 
@@ -44,7 +45,8 @@ def upload(triples: Sequence[tuple[Path, Location, str]], throttle: Throttle | N
         try:
             if sha256 and hash_file(source) != sha256:
                 raise _report_damage(source)
-            target.upload(source, throttle.wait if throttle else None)
+            if not isinstance(target, HubLocation):
+                target.upload(source, throttle.wait if throttle else None)
         except FileNotFoundError:
             lost = target if source.exists() else source
             raise StoreError(f"{lost} is not there any more: {source.name} cannot be uploaded") from None
@@ -52,6 +54,8 @@ def upload(triples: Sequence[tuple[Path, Location, str]], throttle: Throttle | N
     with ThreadPoolExecutor(THREADS) as pool:
         # The first error ends what has not begun.
         list(pool.map(lambda triple: send(*triple), triples))
+    if triples and isinstance(first := triples[0][1], HubLocation):
+        first.upload_all([(str(source), target) for source, target, _ in triples])
 
 
 def download(triples: Sequence[tuple[Location, Path, str]], begun: Callable[[], None] = lambda: None) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from meshwright.remote.locations import Location, RemoteFile
+from meshwright.remote.locations import Location, RemoteFile, scheme
 from meshwright.remote.transfer import download, upload
 from meshwright.spec.errors import StoreError
 from meshwright.spec.user_cache import lock, writable_root
@@ -108,8 +108,10 @@ def upload_afterwards(url: str) -> Iterator[Path]:
     Raises StoreError before the block when the URL cannot be written, or holds something already.
     """
     location = Location.open(url)
-    location.parent.refuse_unwritable(url)
-    if location.describe() or location.list_files():
+    (location if scheme(url) == "hf" else location.parent).refuse_unwritable(url)
+    present = [file.name for file in location.list_files()]
+    # A new repository of the Hub is not empty.
+    if location.describe() or present not in ([], [".gitattributes"]):
         raise StoreError(f"{location} is there already: name another URL, or remove it first")
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         path = Path(folder) / location.name

@@ -115,8 +115,9 @@ class StoredRun:
     def remove(self, name: str) -> None:
         """Remove a checkpoint. COMMIT goes first, so that no reader takes what is left for a whole one."""
         folder = self.checkpoints / name
-        for file in sorted(folder.list_sizes(), key=lambda file: file != COMMIT):
-            (folder / file).remove()
+        names = set(folder.list_sizes())
+        (folder / COMMIT).remove()
+        folder.remove_all(sorted(names - {COMMIT}))
 
     def prune(self, keep_last: int, *, step: int | None = None, uploading: str = "") -> list[str]:
         """Remove all but the newest `keep_last` whole checkpoints and the best. Damaged newer ones remain.

@@ -47,15 +47,10 @@ def open_corpus(
 
     Raises DataError for what cannot be trained on, StoreError.
     """
-    if data.form == SAMPLES or data.limit_bytes:
-        named = "form=samples" if data.form == SAMPLES else f"limit_bytes={data.limit_bytes}"
-        raise DataError(f"data.{named} is not read from data.path={data.path}: leave it out, or name local files")
-    root = cache_root or writable_root()
-    if is_store(data.path):
+    root, is_prepared = cache_root or writable_root(), is_store(data.path)
+    _check_settings(data, is_prepared)
+    if is_prepared:
         return _open_store(data, Location.at(data.path), root)
-    if data.tokenizer == "auto":
-        # Terabytes may lie there: the text is not encoded twice for a tokenizer that nobody chose.
-        raise DataError(f"data.path={data.path} is encoded once: name the model's tokenizer with data.tokenizer=DIR")
     listed = repr([(span.path, span.file_bytes) for span in list_spans(data.path, 2**62)])
     settings = (listed, data.text_field, data.tokenizer, data.validation, data.malformed)
     key = hashlib.blake2b(repr(settings).encode(), digest_size=12).hexdigest()
@@ -68,11 +63,25 @@ def open_corpus(
 
 def check_stored(data: Data) -> None:
     """Raise DataError, before anything slow, for a store or raw shards that cannot be trained on."""
-    if is_store(data.path):
+    is_prepared = is_store(data.path)
+    _check_settings(data, is_prepared)
+    if is_prepared:
         location = Location.at(data.path)
         _check_room(data, location, read_index(location), writable_root())
     else:
         list_spans(data.path, 2**62)
+
+
+def _check_settings(data: Data, is_prepared: bool) -> None:
+    if data.form == SAMPLES or data.limit_bytes:
+        named = "form=samples" if data.form == SAMPLES else f"limit_bytes={data.limit_bytes}"
+        raise DataError(f"data.{named} is not read from data.path={data.path}: leave it out, or name local files")
+    if data.tokenizer == "auto" and not is_prepared:
+        # Terabytes may lie there: the text is not encoded twice for a tokenizer that nobody chose.
+        raise DataError(
+            f"data.path={data.path} is encoded before the first step, with a tokenizer that you name: "
+            "data.tokenizer=DIR, or data.tokenizer=bytes"
+        )
 
 
 def _open_store(data: Data, location: Location, root: Path) -> Corpus:

@@ -211,6 +211,15 @@ class Store:
             )
         if self.url.startswith("memory:"):
             raise PlanError(f"store.url={printable(self.url)} ends with the process that uploads: give a bucket")
+        if self.url.startswith("hf:") and not self.url.startswith("hf://buckets/"):
+            raise PlanError(
+                f"store.url={printable(self.url)} is a repository of the Hub, which takes 128 commits an hour: give a "
+                "bucket, as hf://buckets/NAME/BUCKET/a"
+            )
+        if self.url.startswith("hf:") and self.bandwidth:
+            raise PlanError(
+                f"store.bandwidth={self.bandwidth:g}: uploads to the Hub cannot be slowed down: leave it out"
+            )
         if self.url and self.url.rstrip("/").rpartition("/")[2] in ("", "auto", "latest", ".."):
             raise PlanError(
                 f"store.url={printable(self.url)} names no run: end it with a name, as in s3://bucket/runs/a"
