@@ -111,7 +111,9 @@ def test_samples_are_those_of_the_file_without_malformed_rows(folder: Path) -> N
 
 def test_malformed_rows_take_no_place_among_those_held_out(folder: Path) -> None:
     (folder / "clean.jsonl").write_bytes(b"\n".join(spelled(chats(40))))
-    (folder / "chat.jsonl").write_bytes(b"\n".join(mixed(spelled(chats(40)), [*NO_JSON, *NO_OBJECT] * 3)))
+    unrendered = spelled([{"messages": [{"role": "alien", "content": text}]} for text in "abcdefghijkl"])
+    bad = [*NO_JSON, *NO_OBJECT, *NO_SAMPLE, *unrendered]
+    (folder / "chat.jsonl").write_bytes(b"\n".join(mixed(spelled(chats(40)), bad)))
     corpus, clean = samples(folder, "chat.jsonl"), samples(folder, "clean.jsonl", malformed="refuse")
     assert tokens_of(corpus) == tokens_of(clean)
     assert (corpus.train.num_documents, corpus.validation.num_documents) == (30, 10)

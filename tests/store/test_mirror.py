@@ -128,6 +128,27 @@ def test_a_damaged_tier_is_repaired_from_the_other(texts: Path, tmp_path: Path, 
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("damaged", "taken"), [((8, 12), 4), ((12,), 8), ((8, 12, 14), 4)])
+def test_what_the_store_has_is_older_than_the_damaged_ones(
+    texts: Path, tmp_path: Path, url: str, damaged: tuple[int, ...], taken: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Uploads lag behind local saves, and bits flip in files of full length: only reading them shows it."""
+    run, notes = tmp_path / "run", running.Notes()
+    loop.run(plan(texts, run, url, steps=4))
+    loop.run(running.plan(texts, run, **OPTIONS, keep_last=9), resume="auto")
+    assert [saved.step for saved in stored(url).list_checkpoints()] == [4]
+    for saved in checkpoint_folder.list_checkpoints(run / "checkpoints"):
+        if saved.step in damaged:
+            shard = next((run / "checkpoints" / saved.name).glob("shard-*"))
+            shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
+        elif saved.step != taken or taken == 4:
+            shutil.rmtree(run / "checkpoints" / saved.name)
+    with pytest.raises(PowerCut):
+        loop.run(plan(texts, run, url), resume="auto", watchers=[notes, Crashed(taken + 1)])
+    assert notes.info is not None and notes.info.first_step == taken
+    assert f"step-{max(damaged):06d}" in caplog.text
+
+
 def test_a_damaged_copy_is_passed_over(texts: Path, tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture) -> None:
     """A byte changes in the store, sizes stay: the hash tells, and the one before is taken while there is one."""
     run = tmp_path / "run"
@@ -399,9 +420,9 @@ def test_a_repair_takes_the_same_course_of_training(texts: Path, tmp_path: Path,
         (folder / "COMMIT").write(checkpoint_folder.encode_commit(commits[score]))
     local = tmp_path / "step-000004"
     local.mkdir()
-    assert run.find_copies(local) == ["step-000004-00000000", "step-000004-00000001"]
+    assert run.find_replacements(local, None) == ["step-000004-00000000", "step-000004-00000001"]
     checkpoint_folder.write_commit(local, commits[2.0])
-    assert run.find_copies(local) == ["step-000004-00000000"]
+    assert run.find_replacements(local, None) == ["step-000004-00000000"]
 
 
 def test_a_run_folder_is_locked_until_its_checkpoint_is_there(

@@ -63,6 +63,21 @@ def test_lost_work_between_saves_is_a_share_of_its_steps(tmp_path: Path, resumed
     assert (account.productive_seconds, account.lost_seconds) == pytest.approx((kept_s, 50 - kept_s))
 
 
+def test_a_process_that_died_in_its_first_step_counts_as_restart(tmp_path: Path) -> None:
+    """It resumed at 40, and a later one at 20, because 40 was damaged or its spike was rolled back."""
+    path = tmp_path / "goodput.jsonl"
+    write_accounts(
+        path,
+        {"step": 45, "steps": 45.0, "marks": [[20, 20.0], [40, 40.0]]},
+        {"begun": 50.0, "first_step": 40, "step": 40, "start": 3.0},
+        {"begun": 60.0, "first_step": 20, "step": 60, "start": 2.0, "steps": 40.0, "stopped": "done"},
+    )
+    account = read_goodput(path)
+    assert account is not None
+    assert (account.productive_seconds, account.lost_seconds) == (60.0, 25.0)
+    assert account.restart_seconds == pytest.approx((50 - 45) + 3 + (60 - 53) + 2)
+
+
 def test_a_line_is_rewritten_and_a_torn_one_replaced(tmp_path: Path) -> None:
     path = tmp_path / "goodput.jsonl"
     for first_step in (0, 4):

@@ -18,6 +18,7 @@ import platform
 import random
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -196,24 +197,28 @@ def find_newest_whole(
     candidates: Sequence[Path],
     group: dist.ProcessGroup | None = None,
     begun: Callable[[], None] = lambda: None,
-    repair: Callable[[Path], bool] = lambda path: False,
+    fetch: Callable[[Path, Path | None], Path | None] = lambda path, older: None,
 ) -> Path | None:
     """Return the first candidate whose bytes match its COMMIT. Log a warning for each damaged one before it.
 
-    `repair` may replace a damaged candidate, on all ranks together, and returns whether it did.
+    `fetch` is called with a damaged candidate and the next one, if any. On all ranks together it may bring a whole one
+    from elsewhere that is as new, or newer than the next. It returns its path.
 
     Returns None without candidates. Raises CheckpointError when all are damaged or one is of a newer version.
     """
     damaged: list[DamagedCheckpoint] = []
-    for path in candidates:
+    for path, older in zip_longest(candidates, candidates[1:]):
         try:
             verify(path, group, begun)
         except DamagedCheckpoint as error:
-            if not repair(path):
+            # What is fetched has been compared with its hashes on the way.
+            if (fetched := fetch(path, older)) != path:
                 damaged.append(error)
+            else:
+                log.warning("replaced from the store: %s", error)
+            if fetched is None:
                 continue
-            # What was fetched has been compared with its hashes on the way.
-            log.warning("replaced from the store: %s", error)
+            path = fetched
         # Only now is it certain that an older one is used instead.
         for damage in damaged if _rank(group) == 0 else ():
             log.warning("passed over: %s", damage)

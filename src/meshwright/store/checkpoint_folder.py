@@ -244,6 +244,11 @@ def find_latest(folder: Path) -> Path | None:
     return None
 
 
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint by its folder's name."""
+    return int(path.name.rpartition("-")[2])
+
+
 def list_newest_first(folder: Path) -> list[Path]:
     """List the paths of all checkpoints, damaged or not, newest first."""
     return [folder / saved.name for saved in reversed(list_checkpoints(folder))]
@@ -329,7 +334,7 @@ def remove_older_parts(folder: Path, step: int, uploading: int | None) -> None:
     The store has all that is whole. `step`: just saved; later ones are of an abandoned course. `uploading`: step of one
     on its way to the store.
     """
-    parts = {path: int(path.name.rpartition("-")[2]) for path in folder.glob(_PARTS + "*")}
+    parts = {path: step_of(path) for path in folder.glob(_PARTS + "*")}
     retained = {uploading, *sorted(number for number in parts.values() if number <= step)[-2:]}
     _remove(path for path, number in parts.items() if number not in retained)
     _remove(list_newest_first(folder))

@@ -33,6 +33,7 @@ from meshwright.spec.errors import CheckpointError, MeshwrightError
 from meshwright.spec.weights.boxes import Box
 from meshwright.store import checkpoint
 from meshwright.store.checkpoint_files import ONE_PROCESS
+from meshwright.store.checkpoint_folder import step_of
 
 if TYPE_CHECKING:
     from meshwright.store.folder_ranks import FolderRanks
@@ -253,7 +254,7 @@ class Saver:
         if (mirror := self.mirror) is None:
             return
         if self.newest is not None:
-            step = int(self.newest.name.rpartition("-")[2])
+            step = step_of(self.newest)
             self._upload(step, self.newest, last=True, is_missing=mirror.skipped_step == step)
         mirror.wait()
         # All ranks learn that the last upload is committed.

@@ -102,15 +102,22 @@ class StoredRun:
             else:
                 yield saved
 
-    def find_copies(self, path: Path) -> list[str]:
-        """Return the names of sound copies of a local checkpoint. Where its COMMIT is readable, theirs is the same."""
+    def find_replacements(self, path: Path, older: Path | None) -> list[str]:
+        """Return the names of sound checkpoints that may replace a damaged local one, the newest first.
+
+        They are its copies, and what is newer than the next local one, `older`. Where the COMMIT of the damaged one is
+        readable, that of a copy is the same: another course of training may have saved the same step.
+        """
         local = None
         with suppress(CheckpointError):
             local = checkpoint_folder.read_commit(path)
-        sound = [saved for saved in self.list_checkpoints() if not saved.problem]
-        names = [saved.name for saved in sound if f"step-{saved.step:06d}" == path.name]
-        # Another course of training may have saved the same step.
-        return [name for name in names if local in (None, self.read_commit(name))]
+        step, older_step = (checkpoint_folder.step_of(folder) if folder else -1 for folder in (path, older))
+        sound = [saved for saved in reversed(self.list_checkpoints()) if not saved.problem]
+        return [
+            saved.name
+            for saved in sound
+            if older_step < saved.step < step or (saved.step == step and local in (None, self.read_commit(saved.name)))
+        ]
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint. COMMIT goes first, so that no reader takes what is left for a whole one."""

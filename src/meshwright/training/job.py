@@ -417,16 +417,18 @@ def fetch_newest(job: Job, run: Path) -> None:
             lock.release()
 
 
-def repair_from_store(job: Job, path: Path) -> bool:
-    """Replace a damaged local checkpoint by that of the store. All ranks together. Returns whether there was one."""
+def replace_from_store(job: Job, path: Path, older: Path | None) -> Path | None:
+    """Fetch what the store has of a damaged local checkpoint, or else the newest that is newer than `older`.
+
+    All ranks together. Returns the path of what was fetched. None = the store has neither.
+    """
     if not job.plan.store.url:
-        return False
+        return None
     stored = _open_store(job.plan.store.url)
-    for name in job.rank_zero.broadcast(lambda: stored.find_copies(path)):
+    for name in job.rank_zero.broadcast(lambda: stored.find_replacements(path, older)):
         with suppress(CheckpointError):
-            _fetch(job, stored, name, path.parent)
-            return True
-    return False
+            return _fetch(job, stored, name, path.parent)
+    return None
 
 
 def _open_store(url: str) -> "StoredRun":

@@ -36,7 +36,7 @@ from meshwright.training.job import (
     load_corpus,
     open_job,
     open_run_folder,
-    repair_from_store,
+    replace_from_store,
 )
 from meshwright.training.objectives.objectives import AnswerSampler, Task, build_on_policy
 from meshwright.training.objectives.reference import Reference, holds_weights_only
@@ -150,8 +150,8 @@ def find_checkpoint(job: Job, folder: RunFolder) -> Path | None:
         return job.fetched
     # Other ranks may see the shared folder a moment later: they take rank 0's list.
     candidates = job.rank_zero.broadcast(lambda: checkpoint_folder.list_newest_first(folder.checkpoints))
-    repair = partial(repair_from_store, job)
-    return checkpoint.find_newest_whole(candidates, begun=job.pulse.piece_begun, repair=repair)
+    fetch = partial(replace_from_store, job)
+    return checkpoint.find_newest_whole(candidates, begun=job.pulse.piece_begun, fetch=fetch)
 
 
 def _recipe_of_run(checkpoint_path: Path | None) -> Recipe | None:

@@ -81,7 +81,10 @@ def prepare(data: Data, source: Source, root: Path, processes: int | None, progr
     with lock(folder):
         if (corpus := load(folder, tokenizer, fingerprint, _open_stream)) is None:
             build = _SampleBuild(data, source, tokenizer, chosen, contents, processes, progress)
-            build.into(folder, fingerprint)
+            try:
+                build.into(folder, fingerprint)
+            except _UnrenderedRows as error:
+                replace(build, contents=error.contents).into(folder, fingerprint)
             corpus = load(folder, tokenizer, fingerprint, _open_stream)
     if corpus is None:
         raise DataError(f"token cache: {folder} was damaged while being created: rerun")
@@ -136,6 +139,14 @@ def choose_held_out(contents: NDArray[np.uint64], share: float) -> frozenset[int
     return frozenset(np.flatnonzero(aside).tolist())
 
 
+class _UnrenderedRows(Exception):
+    """Rows turned out to be malformed when they were rendered, after they had a part in the split."""
+
+    def __init__(self, contents: NDArray[np.uint64]) -> None:
+        self.contents = contents
+        """Hash of each row, without those of these rows."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class _SampleBuild:
@@ -163,8 +174,9 @@ class _SampleBuild:
             write_json(new / "meta.json", content | malformed_entry(malformed))
 
     def _encode(self, streams: list["_SampleWriter"]) -> MalformedRows:
-        """Write the streams and return the rows that were left out."""
+        """Write the streams and return the rows that were left out. Raises _UnrenderedRows."""
         aside, malformed = choose_held_out(self.contents, self.data.validation), MalformedRows()
+        unrendered: list[int] = []
         with Pool(self.tokenizer, self.processes, samples=json.dumps(asdict(self.settings)), limit_s=_LIMIT_S) as pool:
             batches = group_by_size(map(_serialize_row, self.source.rows()), len, _BATCH_CHARACTERS)
             for packed_rows in pool.map((bytes(len(batch)), batch) for batch in batches):
@@ -175,6 +187,7 @@ class _SampleBuild:
                             streams[malformed.rows in aside].write(group, malformed.rows)
                     except MalformedRowError as error:
                         malformed.add(str(error))
+                        unrendered.append(malformed.rows)
                     malformed.rows += 1
                 if self.progress is not None:
                     self.progress(malformed.rows, len(self.contents))
@@ -183,6 +196,10 @@ class _SampleBuild:
         # The split was chosen by row numbers of the first reading.
         if malformed.rows != len(self.contents):
             raise DataError(f"{self.source.title} changed while it was read: run again when nothing writes there")
+        contents = self.contents.copy()
+        contents[unrendered] = _MALFORMED
+        if aside != choose_held_out(contents, self.data.validation):
+            raise _UnrenderedRows(contents)
         return malformed
 
     def _check(self, streams: list["_SampleWriter"]) -> None:

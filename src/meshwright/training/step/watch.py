@@ -354,7 +354,8 @@ def _useful_seconds(record: Mapping[str, Any], resumed_at: int) -> tuple[float, 
     points = [(record["first_step"], 0.0), *record["marks"], (record["step"], useful_s)]
     for (step, until_s), (next_step, next_s) in pairwise(points):
         if resumed_at < next_step:
-            share = max(0, resumed_at - step) / (next_step - step)
+            # A process that died in its first step has made none.
+            share = max(0, resumed_at - step) / max(1, next_step - step)
             return useful_s, min(useful_s, until_s + share * (next_s - until_s))
     return useful_s, useful_s
 
