@@ -124,12 +124,23 @@ def test_formats_hold_the_same_text(tmp_path: Path) -> None:
 
 
 def test_zst_is_read(tmp_path: Path) -> None:
-    zstandard = pytest.importorskip("zstandard")
+    import zstandard
+
     texts = text_lines(40)
     lines = write_lines(tmp_path / "a.jsonl", texts).read_bytes()
-    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines))
+    # Two frames, as tools write that compress in parallel.
+    frames = [zstandard.ZstdCompressor().compress(part) for part in (lines[:500], lines[500:])]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
     prepare_store(settings(tmp_path / "a.jsonl.zst"), str(tmp_path / "store"), processes=1)
     assert stored_texts(str(tmp_path / "store"), tmp_path) == texts
+    for number, cut in enumerate((b"".join(frames)[:-10], frames[0] + frames[1][:9], frames[0][:-1])):
+        path = tmp_path / f"{number}.jsonl.zst"
+        path.write_bytes(cut)
+        for malformed in ("refuse", "skip"):
+            with pytest.raises(DataError, match="is damaged or cut off: its last frame has no end; copy it again"):
+                prepare_store(
+                    settings(path, malformed=malformed), str(tmp_path / f"cut{number}{malformed}"), processes=1
+                )
 
 
 def test_shards_of_other_trainers(tmp_path: Path) -> None:
@@ -138,6 +149,9 @@ def test_shards_of_other_trainers(tmp_path: Path) -> None:
         shutil.copy(file, tmp_path / "mds")
     prepare_store(settings(tmp_path / "mds"), str(tmp_path / "a"), processes=1)
     assert stored_texts(str(tmp_path / "a"), tmp_path) == MDS_TEXTS
+    (tmp_path / "mds" / "shard.00003.mds").unlink()
+    with pytest.raises(DataError, match=r"lacks 1 shard of its index\.json, as shard\.00003\.mds: copy the folder again"):
+        prepare_store(settings(tmp_path / "mds"), str(tmp_path / "lacking"), processes=1)
     (tmp_path / "wds").mkdir()
     for file in RAW.glob("*.tar.gz"):
         (tmp_path / "wds" / file.stem).write_bytes(gzip.decompress(file.read_bytes()))

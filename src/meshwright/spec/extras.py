@@ -6,8 +6,8 @@ from importlib.util import find_spec
 from meshwright.spec.errors import MeshwrightError, PlanError
 
 EXTRAS = {
-    "parquet": ("pyarrow",), "pandas": ("pandas",), "hf": ("datasets", "pyarrow"), "gpu": ("flash_attn",),
-    "gemlite": ("gemlite",), "grammar": ("llguidance",), "eval": ("lm_eval",),
+    "parquet": ("pyarrow",), "zst": ("zstandard",), "pandas": ("pandas",), "hf": ("datasets", "pyarrow"),
+    "gpu": ("flash_attn",), "gemlite": ("gemlite",), "grammar": ("llguidance",), "eval": ("lm_eval",),
     "s3": ("s3fs",), "gcs": ("gcsfs",), "azure": ("adlfs",), "hub": ("huggingface_hub",),
     "drill": ("moto", "s3fs"),
     "serve": ("prometheus_client", "starlette", "uvicorn"), "tensorboard": ("tensorboard",), "wandb": ("wandb",),

@@ -64,12 +64,12 @@ def open_corpus(
 def check_stored(data: Data) -> None:
     """Raise DataError, before anything slow, for a store or raw shards that cannot be trained on."""
     is_prepared = is_store(data.path)
-    _check_settings(data, is_prepared)
     if is_prepared:
         location = Location.at(data.path)
         _check_room(data, location, read_index(location), writable_root())
     else:
         list_spans(data.path, 2**62)
+    _check_settings(data, is_prepared)
 
 
 def _check_settings(data: Data, is_prepared: bool) -> None:

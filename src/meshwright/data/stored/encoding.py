@@ -161,7 +161,9 @@ def _agree(
         for key, setting in definition.items():
             if begun.get(key) != setting:
                 named = "files of other names or sizes" if key == "text" else f"{key}={begun.get(key)}, not {setting}"
-                raise DataError(f"{location} was begun with {named}: repeat its words, or name a new store")
+                has_units = any(name.startswith("units/") for name in location.list_sizes())
+                remedy = "name a new store" if has_units else "remove it, for nothing is encoded yet"
+                raise DataError(f"{location} was begun with {named}: repeat its words, or {remedy}")
         return definition, tokenizer
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as local:
         tokenizer.save(local)

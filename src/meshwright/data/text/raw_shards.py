@@ -16,10 +16,10 @@ import gzip
 import json
 import tarfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from io import BufferedReader
+from io import BufferedReader, RawIOBase
 from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
@@ -43,6 +43,8 @@ from meshwright.remote.locations import Location, is_url
 from meshwright.remote.transfer import download
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError, printable
+from meshwright.spec.extras import require
+from meshwright.spec.units import many
 from meshwright.spec.user_cache import temporary_folder
 
 _BLOCK_BYTES = 2**23
@@ -75,15 +77,35 @@ def list_spans(path: str, most_bytes: int) -> list[Span]:
     Raises DataError where there is none.
     """
     files = _list_remote(path) if is_url(path) else _list_local(path)
-    # The index of MDS shards repeats what the shards themselves say.
+    # The index of MDS shards repeats what the shards themselves say, but for one that is not there.
     folders = {name.rpartition("/")[0] for name, _ in files if ".mds" in name.rpartition("/")[2]}
     indexes = {f"{folder}/index.json" for folder in folders}
+    names = {name for name, _ in files}
+    for index in sorted(indexes & names):
+        _check_index(index, names)
     files = [(name, size) for name, size in files if size and name not in indexes]
     if not files:
         raise DataError(f"data.path={printable(path)} holds no text: name a folder, a file or a pattern that has some")
     if unread := next((name for name, _ in files if name.endswith(NOT_READ)), ""):
         raise DataError(f"{printable(unread)} is packed in a way that is not read: take .gz or .zst, and .tar as it is")
     return [span for name, size in files for span in _cut(name, size, most_bytes)]
+
+
+def _check_index(index: str, names: set[str]) -> None:
+    """Raise DataError for shards that an index of MDS shards names, and that are not in its folder."""
+    folder, _, _ = index.rpartition("/")
+    try:
+        shards = json.loads(Location.at(index).read())["shards"]
+        wanted = [[shard[kind]["basename"] for kind in ("raw_data", "zip_data") if shard.get(kind)] for shard in shards]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{printable(index)} is no index of MDS shards: {error!r}; write it again, or remove it"
+        ) from None
+    if missing := [kinds[-1] for kinds in wanted if not any(f"{folder}/{name}" in names for name in kinds)]:
+        raise DataError(
+            f"{printable(folder)} lacks {many(len(missing), 'shard')} of its index.json, as {missing[0]}: copy the "
+            "folder again, or remove the index"
+        )
 
 
 def _cut(name: str, size: int, most_bytes: int) -> Iterator[Span]:
@@ -184,17 +206,43 @@ def _open(path: Path, span: Span, packed: str) -> Iterator[IO[bytes]]:
             with gzip.open(file) as unpacked:
                 yield unpacked  # type: ignore[misc]  # a GzipFile reads as IO[bytes] and is not declared so
         elif packed:
+            require("zst", span.name, error=DataError)
+            import zstandard
+
             try:
-                import zstandard
-            except ImportError:
-                raise DataError(f"{span.name} needs zstandard, which is not installed: pip install zstandard") from None
-            try:
-                with zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True) as unpacked:
-                    yield BufferedReader(unpacked)
+                yield BufferedReader(_ZstdFrames(file, zstandard.ZstdDecompressor().decompressobj))
             except zstandard.ZstdError as error:
                 raise DataError(f"{span.name} is damaged or cut off: {error}; copy it again") from error
         else:
             yield file
+
+
+class _ZstdFrames(RawIOBase):
+    """Unpacked contents of zstd frames. A frame that is cut off raises EOFError: the library's own reader just ends."""
+
+    def __init__(self, file: IO[bytes], begin_frame: Callable[[], Any]) -> None:
+        self._file, self._begin_frame = file, begin_frame
+        self._frame: Any = None
+        self._packed = self._unpacked = b""
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer as far as one piece of the file goes. Returns the bytes written, 0 at the end."""
+        while not self._unpacked:
+            packed = self._packed or self._file.read(_BLOCK_BYTES // 8)
+            if not packed and self._frame is not None:
+                raise EOFError("its last frame has no end")
+            if not packed:
+                return 0
+            frame = self._frame or self._begin_frame()
+            self._unpacked = frame.decompress(packed)
+            self._frame, self._packed = (None, frame.unused_data) if frame.eof else (frame, b"")
+        size = min(len(buffer), len(self._unpacked))
+        buffer[:size], self._unpacked = self._unpacked[:size], self._unpacked[size:]
+        return size
 
 
 def _lines(file: IO[bytes], span: Span) -> Iterator[Row]:
