@@ -150,7 +150,9 @@ def test_shards_of_other_trainers(tmp_path: Path) -> None:
     prepare_store(settings(tmp_path / "mds"), str(tmp_path / "a"), processes=1)
     assert stored_texts(str(tmp_path / "a"), tmp_path) == MDS_TEXTS
     (tmp_path / "mds" / "shard.00003.mds").unlink()
-    with pytest.raises(DataError, match=r"lacks 1 shard of its index\.json, as shard\.00003\.mds: copy the folder again"):
+    with pytest.raises(
+        DataError, match=r"lacks 1 shard of its index\.json, as shard\.00003\.mds: copy the folder again"
+    ):
         prepare_store(settings(tmp_path / "mds"), str(tmp_path / "lacking"), processes=1)
     (tmp_path / "wds").mkdir()
     for file in RAW.glob("*.tar.gz"):

@@ -91,11 +91,22 @@ def test_words_that_are_no_paths_stay(server: FaultyStore) -> None:
     assert not has_urls(["serve", "--base-url", "http://127.0.0.1:80/v1"])
 
 
+def test_nothing_is_fetched_for_a_mistyped_key(run: str, server: FaultyStore, capsys: pytest.CaptureFixture) -> None:
+    before = server.requests
+    assert main(["train", f"store.ulr={run}", "resume=auto"]) == 2
+    assert "store.ulr is not known: the nearest known key is store.url" in capsys.readouterr().err
+    assert server.requests == before
+
+
 def test_what_is_not_there_is_said_at_the_start(server: FaultyStore, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "s3://bucket/nothing", "--prompt", "x"]) == 2
     assert "s3://bucket/nothing is neither a file nor a folder with files" in capsys.readouterr().err
     with pytest.raises(StoreError, match="does not exist"), with_local_paths(["report", "-o", "s3://nobody/x.html"]):
         pass
+    with pytest.raises(PlanError, match="s3:// names no bucket: give one, as s3://bucket/runs/a"):
+        Location.open("s3://")
+    assert main(["data", "show", "data=s3://nobody/x", "data.tokenizer=bytes"]) == 2
+    assert "holds no text" in capsys.readouterr().err
     with pytest.raises(PlanError, match=r"needs gcsfs, which is not installed: pip install 'meshwright\[gcs\]'"):
         Location.open("gs://bucket/a")
 

@@ -279,7 +279,7 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def serve() -> Iterator[Hub]:
     """Start the server, with an empty bucket, model and dataset. Yields what it holds."""
-    pytest.importorskip("hf_xet")
+    pytest.importorskip("huggingface_hub")
     hub = Hub()
     hub.stores |= {name: {} for name in ("buckets/org/runs", "models/org/model", "datasets/org/texts")}
     hub.stores["models/org/model"][".gitattributes"] = b"*.safetensors filter=lfs\n"

@@ -245,8 +245,8 @@ def test_what_cannot_be_written_is_refused_before_anything_is_read(texts: Path, 
     loop.run(plan(texts, tmp_path / "first", url, steps=4))
     with pytest.raises(StoreError, match=r"already holds a run \(last checkpoint: step 4\): resume=auto continues"):
         loop.run(plan(texts, tmp_path / "second", url))
-    with pytest.raises(StoreError, match="nobody-has-this does not exist: create it"):
-        loop.run(plan(texts, tmp_path / "second", "s3://nobody-has-this"))
+    with pytest.raises(StoreError, match="nobody-has-this/run does not exist: create it"):
+        loop.run(plan(texts, tmp_path / "second", "s3://nobody-has-this/run"))
     assert not (tmp_path / "second").exists()
     shutil.copytree(tmp_path / "first" / "checkpoints" / "step-000004", tmp_path / "kept")
     loop.run(plan(texts, tmp_path / "first", url, steps=8), resume="auto")
@@ -308,6 +308,8 @@ def test_an_upload_that_fails_for_good_ends_the_run_with_one_line(
     ("words", "message"),
     [
         (("store=runs/a",), "store.url=runs/a is no URL"),
+        (("store=s3://bucket",), "names no run"),
+        (("store=hf://buckets/org/name",), "names no run"),
         (("store=s3://bucket/a", "store.keep_last=0"), "store.keep_last=0 must be 1 or more"),
         (("store=s3://bucket/a", "run=s3://bucket/b"), "give one of them"),
         (("store=s3://bucket/a", "store.bandwidth=-1"), "must be megabytes per second"),
@@ -420,7 +422,7 @@ def test_a_repair_takes_the_same_course_of_training(texts: Path, tmp_path: Path,
         (folder / "COMMIT").write(checkpoint_folder.encode_commit(commits[score]))
     local = tmp_path / "step-000004"
     local.mkdir()
-    assert run.find_replacements(local, None) == ["step-000004-00000000", "step-000004-00000001"]
+    assert run.find_replacements(local, None) == ["step-000004-00000001", "step-000004-00000000"]
     checkpoint_folder.write_commit(local, commits[2.0])
     assert run.find_replacements(local, None) == ["step-000004-00000000"]
 

@@ -68,6 +68,8 @@ def commands(extra: str) -> list[str]:
         return ["drill --only store-errors"]
     if extra == "eval":
         return ["eval hf --tasks hellaswag"]
+    if extra == "zst":
+        return [f"{READERS[verb]}rows.jsonl.zst data.tokenizer=bytes" for verb in ("train", "data")]
     if extra in ("parquet", "hf"):
         return [before + {"parquet": "rows.parquet", "hf": "hub:owner/name"}[extra] for before in READERS.values()]
     if extra in SCHEMES:
@@ -105,6 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (made / "texts" / "a.txt").write_text("some text\n" * 400)
     (made / "rows.parquet").write_bytes(b"PAR1")
+    (made / "rows.jsonl.zst").write_bytes(b"(")
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
     (made / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     return made

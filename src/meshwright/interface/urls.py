@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 
+from meshwright.planfile.keys import is_known
 from meshwright.remote.locations import EXTRAS, Location, scheme
 from meshwright.spec.errors import printable
 
@@ -47,7 +48,7 @@ def with_local_paths(words: Sequence[str]) -> Iterator[list[str]]:
             is_output = (key or before) in OUTPUTS or (
                 not key and is_argument and OUTPUT_ARGUMENTS.get(words[0]) == number
             )
-            if scheme(url) not in EXTRAS:
+            if scheme(url) not in EXTRAS or (key and not is_known(key)):  # the verb names a mistyped key
                 local.append(word)
             elif key in uncopied:
                 # Only a missing library is refused here, before torch is loaded.

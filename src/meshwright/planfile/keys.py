@@ -181,6 +181,12 @@ def canonical_key(section: str, key: str) -> str:
     return ALIASES.get(section, {}).get(plain, key)
 
 
+def is_known(dotted: str) -> bool:
+    """Return whether a dotted name, or an alias of it, is a key of a plan."""
+    section, _, key = dotted.rpartition(".")
+    return section in sections() and (canonical_key(section, key) in sections()[section] or dotted in sections())
+
+
 def canonical_word(key: str, word: str) -> str:
     """Return the canonical word for a value written under an alias."""
     return WORDS.get(key.replace("-", "_"), {}).get(word.lower(), word)

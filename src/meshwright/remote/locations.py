@@ -18,12 +18,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from meshwright.spec.errors import PlanError, StoreError, printable
 from meshwright.spec.extras import require
 from meshwright.spec.plan.plan import URL
+from meshwright.spec.units import many
 
 EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "hf": "hub", "memory": ""}
 """Scheme -> the extra that installs its library. Empty: fsspec has it itself."""
@@ -49,6 +51,8 @@ NO_CREDENTIALS = {
     "DefaultCredentialsError", "ClientAuthenticationError", "LocalTokenNotFoundError",
 }  # fmt: skip
 """Classes of the libraries' errors, by name: none of them is imported for it."""
+NOT_VALID = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken")
+"""Codes of S3 in messages about keys that are wrong or too old."""
 NO_ACCOUNT = "unable to connect to account"
 """Beginning of adlfs' message without credentials, which has no class of its own."""
 UNREACHABLE = {"TimeoutError", "ConnectionError", "EndpointConnectionError", "ServiceRequestError",
@@ -111,11 +115,12 @@ class Location:
 
         Raises PlanError for a scheme that is unknown, or whose library is not installed.
         """
-        url = url.rstrip("/")
-        name = scheme(url)
+        name, url = scheme(url), url.rstrip("/")
         if name not in EXTRAS:
             known = ", ".join(f"{known}://" for known in EXTRAS)
             raise PlanError(f"{printable(url)} has a scheme that is not supported: take one of {known}, or a path")
+        if url.endswith(":"):
+            raise PlanError(f"{printable(url)}// names no bucket: give one, as {name}://bucket/runs/a")
         if extra := EXTRAS[name]:
             require(extra, printable(url))
         import fsspec
@@ -129,8 +134,6 @@ class Location:
             # The state of the global generator is part of a checkpoint: no request may change it, whatever fails.
             vars(importlib.import_module(DRAWING[extra]))["random"] = random.Random()
         if extra == "hub":
-            from meshwright.remote.hub import HubLocation
-
             return HubLocation(url, filesystem, str(path))
         return Location(url, filesystem, str(path))
 
@@ -223,7 +226,7 @@ class Location:
             entry = self._request(lambda: self.filesystem.info(self.path))
         except FileNotFoundError:
             return None
-        return remote_file(self.name, entry) if entry["type"] == "file" else None
+        return _remote_file(self.name, entry) if entry["type"] == "file" else None
 
     def list_files(self, pattern: str = "") -> list[RemoteFile]:
         """List all files below this folder by name, at any depth. Empty when there is none.
@@ -237,7 +240,7 @@ class Location:
         except FileNotFoundError:  # not even the bucket is there
             return []
         files = [
-            remote_file(path.strip("/").removeprefix(folder), entry)
+            _remote_file(path.strip("/").removeprefix(folder), entry)
             for path, entry in entries.items()
             if entry["type"] == "file" and path.strip("/").startswith(folder)
         ]
@@ -286,7 +289,119 @@ class Location:
             raise error.reworded(before=f"{purpose}: ") from None
 
 
-def remote_file(name: str, entry: dict[str, Any]) -> RemoteFile:
+@dataclass(frozen=True, slots=True)
+class HubLocation(Location):
+    """A file or a folder of a repository or a bucket of the Hugging Face Hub.
+
+    Each request that writes is a commit of a repository, or a batch of a bucket, and the Hub limits both: a repository
+    takes 128 commits an hour. So files that belong together are sent and removed together.
+    """
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.filesystem.dircache, _NoListings):
+            self.filesystem.dircache = _NoListings()
+            importlib.import_module("huggingface_hub.utils").disable_progress_bars()
+
+    @property
+    def _api(self) -> Any:
+        from huggingface_hub import HfApi
+
+        return HfApi(endpoint=self.filesystem.endpoint, token=self.filesystem.token)
+
+    def write(self, data: bytes) -> None:
+        """Write a file at once: readers see all of it or nothing."""
+        self.upload_all([(data, self)])
+
+    def upload_all(self, files: Sequence[tuple[str | bytes, Location]]) -> None:
+        """Copy (local path or contents, URL) to files of this repository or bucket, by one request."""
+
+        def send() -> None:
+            resolved = [(source, self.filesystem.resolve_path(target.path)) for source, target in files]
+            root = resolved[0][1]
+            if hasattr(root, "bucket_id"):
+                self._api.batch_bucket_files(root.bucket_id, add=[(source, to.path) for source, to in resolved])
+                return
+            from huggingface_hub import CommitOperationAdd
+
+            self._api.create_commit(
+                root.repo_id, [CommitOperationAdd(to.path_in_repo, source) for source, to in resolved],
+                commit_message=f"Upload {many(len(files), 'file')} with meshwright",
+                repo_type=root.repo_type, revision=root.revision,
+            )  # fmt: skip
+
+        self._request(send)
+
+    def download(self, target: Path, begun: Callable[[], None] = lambda: None) -> None:
+        """Copy this file to a local path. `begun` is called after each piece that has come."""
+        from fsspec.callbacks import TqdmCallback
+
+        # With another callback the library requests each piece by itself, and the Hub counts requests.
+        callback = TqdmCallback(tqdm_cls=partial(_Progress, begun))
+        self._request(lambda: self.filesystem.get_file(self.path, str(target), callback=callback))
+
+    def describe(self) -> RemoteFile | None:
+        """Return the file's size and version. None = there is no such file."""
+        try:
+            entry = self._request(lambda: self.filesystem.info(self.path))
+            if entry["type"] != "file":
+                return None
+            # Only with all that is known about the file comes its version.
+            return _remote_file(self.name, self._request(lambda: self.filesystem.info(self.path, expand_info=True)))
+        except FileNotFoundError:
+            return None
+
+    def remove_all(self, names: Sequence[str]) -> None:
+        """Remove files below this folder of a bucket, by one request."""
+        if names:
+            folder = self.filesystem.resolve_path(self.path)
+            paths = [f"{folder.path}/{name}" for name in names]
+            self._request(lambda: self._api.batch_bucket_files(folder.bucket_id, delete=paths))
+
+    def refuse_unwritable(self, purpose: str) -> None:
+        """Raise StoreError: no credentials, no repository or bucket, no right to write."""
+        try:
+            with reporting(self.url):
+                root = self.filesystem.resolve_path(self.path)
+                if not hasattr(root, "bucket_id"):  # a probe would be two commits
+                    self._api.auth_check(root.repo_id, repo_type=root.repo_type, write=True)
+                    return
+        except FileNotFoundError:
+            raise StoreError(
+                f"{purpose}: {self} does not exist: create it, name another URL, or log in (`hf auth login`) if it is "
+                "private"
+            ) from None
+        except StoreError as error:
+            raise error.reworded(before=f"{purpose}: ") from None
+        Location.refuse_unwritable(self, purpose)
+
+
+class _NoListings(dict[str, Any]):
+    """Cache of listings that is never used: other machines write, and the file system has no option against it."""
+
+    def __contains__(self, key: object) -> bool:
+        return False
+
+
+class _Progress:
+    """Progress bar with as much of tqdm's interface as a download asks for. Draws nothing."""
+
+    def __init__(self, begun: Callable[[], None], total: float | None = None) -> None:
+        self.begun, self.total, self.n = begun, total, 0
+
+    def update(self, size_bytes: float = 1) -> None:
+        self.begun()
+
+    def set_postfix_str(self, *words: object, **options: object) -> None:
+        """Show no speed."""
+
+    def refresh(self) -> None:
+        """Draw nothing."""
+
+    def close(self) -> None:
+        """Draw nothing."""
+
+
+def _remote_file(name: str, entry: dict[str, Any]) -> RemoteFile:
     """Return a file by what the library knows about it."""
     version = next((str(entry[key]).strip('"') for key in VERSIONS if entry.get(key)), "")
     return RemoteFile(name=name, size_bytes=int(entry["size"] or 0), version=version)
@@ -318,9 +433,11 @@ def _explain(url: str, error: Exception) -> tuple[str, bool]:
         return f"no credentials: {remedy}", False
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return f"no copy could be written to this machine ({os.strerror(error.errno)}): free some space there", False
+    if any(code in words for code in NOT_VALID):
+        return f"these credentials are not valid ({words}): {remedy}", False
     status = getattr(getattr(error, "response", None), "status_code", 0)  # of the Hub
     if status == 401:
-        return f"these credentials are not valid: {remedy}", False
+        return f"these credentials are not valid ({words}): {remedy}", False
     if isinstance(error, PermissionError) or status == 403 or GATED in classes:
         return f"not allowed ({words}): give these credentials the right, or take others", False
     if "OfflineModeIsEnabled" in classes:

@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from meshwright.remote.hub import HubLocation
-from meshwright.remote.locations import Location
+from meshwright.remote.locations import HubLocation, Location
 from meshwright.spec.errors import StoreError
 
 THREADS = 8

@@ -194,9 +194,9 @@ class CheckpointWriter(StorageWriter):
             for i in range(1, len(files) + 1)
         ]
 
-        def resolve(item: WriteItem) -> Any:
+        def resolve(wanted: WriteItem) -> Any:
             self._check()
-            return planner.resolve_data(item)
+            return planner.resolve_data(wanted)
 
         def write(path: Path, items: list[WriteItem]) -> list[WriteResult]:
             written = write_safetensors(path, items, resolve)

@@ -35,6 +35,8 @@ READY = "ready\n"
 """First line of the upload process."""
 POLL_S = (0.2, 5.0)
 """First and longest pause of rank 0 between two looks for the files of other ranks."""
+SILENT_S = 5
+"""Longest wait for an upload without a word."""
 LONGEST_WAIT_S = 1800.0
 """Longest wait without a new file of another rank."""
 SERVE = f"""\
@@ -109,9 +111,13 @@ class Mirror:
         self._step, self._upload = step, self._thread.submit(self._send, step, request)
 
     def wait(self) -> None:
-        """Wait for the upload on its way."""
+        """Wait for the upload on its way, and say so when it takes seconds: users would take it for a hang."""
+        seconds = 0
         while self._upload is not None and wait([self._upload], 1.0).not_done:
             self.waiting()
+            seconds += 1
+            if seconds == SILENT_S and self.rank == 0:
+                log.warning("waiting until step %d is in the store (Ctrl-C twice leaves it local)", self._step)
 
     def abandon(self, grace_s: float = 0.0) -> None:
         """End the process, whatever it uploads. What is not committed within `grace_s` never will be."""

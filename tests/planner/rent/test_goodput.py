@@ -69,6 +69,8 @@ def test_no_run_saves_more_often_than_it_steps_or_writes() -> None:
     assert best_interval(1e-3, 1e5, 1.0, 30.0, 1e6) == 30.0
     assert best_interval(1e-3, 1e5, 60.0, 30.0, 1e6) == 60.0 / BUSY
     assert best_interval(100.0, 1e7, 1.0, 1.0, 500.0) == 500.0
+    # Failures come every 172 s and writing takes 68: a tenth of the time would leave next to nothing that lasts.
+    assert best_interval(0.05, 172.0, 68.0, 1.0, 1e6) == 68.0
 
 
 def test_published_rates() -> None:

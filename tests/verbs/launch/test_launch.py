@@ -5,6 +5,7 @@ docs/launch.md says what was run on a real Slurm.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from meshwright import __version__
 from meshwright.verbs.launch.answer import STARTS
 from tests.verbs.toy import RECIPE, SHAPE, call, refused, write_texts
 
@@ -147,6 +149,17 @@ def test_a_jobset_has_what_its_schema_and_its_scheduler_ask_for(
     assert script.returncode == 0
 
 
+def test_what_a_job_would_find_out_late_is_noted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    huge = ["model=llama-3.1-405b", "cluster=h100x8", "layout.dp_shard=8", "recipe.global_batch=8"]
+    notes = written(capsys, "slurm", tmp_path / "huge", *huge, "data=s3://texts/a", "data.tokenizer=bytes")["notes"]
+    pattern = r"it does not fit: a device needs [\d.,]+ GiB of [\d.]+ GiB; see meshwright plan"
+    assert any(re.match(pattern, note) for note in notes), notes
+    assert "nodes need the right to read s3://texts/a: a role, or variables in the job's file" in notes
+    written(capsys, "skypilot", tmp_path / "sky", *BIG, "data=s3://texts/a", "data.tokenizer=bytes")
+    setup = yaml.safe_load((tmp_path / "sky" / "skypilot.yaml").read_text())["setup"]
+    assert setup == f"pip install 'meshwright[s3]=={__version__}'"
+
+
 def test_nodes_that_meet_in_a_store_share_no_volume(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = [*BIG, "store=s3://bucket/a"]
     notes = written(capsys, "kubernetes", tmp_path / "job", *words)["notes"]
@@ -160,7 +173,7 @@ def test_nodes_that_meet_in_a_store_share_no_volume(capsys: pytest.CaptureFixtur
     assert pod["terminationGracePeriodSeconds"] >= 120 + 2 * 56
     run = written(capsys, "skypilot", tmp_path / "task", *words)["run"]
     task = yaml.safe_load((tmp_path / "task" / "skypilot.yaml").read_text())
-    assert "volumes" not in task and task["setup"] == "pip install 'meshwright[s3]'"
+    assert "volumes" not in task and task["setup"] == f"pip install 'meshwright[s3]=={__version__}'"
     assert task["resources"]["disk_size"] == int(size.removesuffix("Gi"))
     # A folder that a user without rights of root can make.
     assert run.startswith("/var/tmp/")

@@ -88,6 +88,8 @@ def list_spans(path: str, most_bytes: int) -> list[Span]:
         raise DataError(f"data.path={printable(path)} holds no text: name a folder, a file or a pattern that has some")
     if unread := next((name for name, _ in files if name.endswith(NOT_READ)), ""):
         raise DataError(f"{printable(unread)} is packed in a way that is not read: take .gz or .zst, and .tar as it is")
+    if packed := next((name for name, _ in files if name.endswith(".zst")), ""):
+        require("zst", printable(packed), error=DataError)
     return [span for name, size in files for span in _cut(name, size, most_bytes)]
 
 
@@ -206,7 +208,6 @@ def _open(path: Path, span: Span, packed: str) -> Iterator[IO[bytes]]:
             with gzip.open(file) as unpacked:
                 yield unpacked  # type: ignore[misc]  # a GzipFile reads as IO[bytes] and is not declared so
         elif packed:
-            require("zst", span.name, error=DataError)
             import zstandard
 
             try:

@@ -168,14 +168,20 @@ def exact_interval(save_s: float, mtbf_s: float) -> float:
 
 BUSY = 0.1
 """Largest share of the time in which a save may be under way: no step time includes its traffic."""
+MOST_STRETCH = 1.1
+"""Longest time of a run with that limit, over its time without."""
 
 
 def best_interval(save_s: float, mtbf_s: float, write_s: float, step_s: float, work_s: float) -> float:
-    """Return the exact interval within limits: at least a step, at most the run.
+    """Return the exact interval within limits: at least a step and the time of writing, at most the run.
 
-    A shorter one would also leave writing under way for more than BUSY of the time.
+    Writing is also under way for at most BUSY of the time, unless so much work would be lost that the run takes longer
+    than MOST_STRETCH.
     """
-    return min(work_s, max(exact_interval(save_s, mtbf_s), write_s / BUSY, step_s))
+    shortest_s = max(exact_interval(save_s, mtbf_s), write_s, step_s)
+    calm_s = max(shortest_s, write_s / BUSY)
+    takes_s, at_least_s = (expected_wall_s(1.0, interval_s, save_s, 0.0, mtbf_s) for interval_s in (calm_s, shortest_s))
+    return min(work_s, calm_s if takes_s <= MOST_STRETCH * at_least_s else shortest_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +275,7 @@ class RunTiming:
 
     def advice(self, step_s: float, rate: str) -> str:
         """Return how often to save, and why. `rate`: where the failure rate is from."""
-        every, least_s = self.save_every(step_s), max(step_s, self.write_s / BUSY)
+        every = self.save_every(step_s)
         spent = [
             f"{name} {seconds / self.wall_s:.1%}"
             for name, seconds in self.parts_s.items()
@@ -279,9 +285,10 @@ class RunTiming:
         spare = f"; with one more spare node {more:.1%}" if more >= self.goodput + 0.005 else ""
         if self.interval_s >= self.work_s:
             why = "the run is shorter than any interval that pays"
-        elif least_s > exact_interval(self.save_s, self.mtbf_s):
-            why = f"writing takes {duration(self.write_s)}, and may be under way for {BUSY:.0%} of the time"
-            why = why if least_s > step_s else "saves cost so little that each step can be saved"
+        elif self.interval_s > exact_interval(self.save_s, self.mtbf_s) * (1 + 1e-9):
+            share = self.write_s / self.interval_s
+            why = f"writing takes {duration(self.write_s)}, and is under way for {share:.0%} of the time"
+            why = why if self.interval_s > step_s else "saves cost so little that each step can be saved"
         else:
             why = "less often would lose more work, more often would save for longer"
         return (

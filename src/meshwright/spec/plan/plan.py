@@ -220,7 +220,9 @@ class Store:
             raise PlanError(
                 f"store.bandwidth={self.bandwidth:g}: uploads to the Hub cannot be slowed down: leave it out"
             )
-        if self.url and self.url.rstrip("/").rpartition("/")[2] in ("", "auto", "latest", ".."):
+        parts = self.url.rstrip("/").split("/")[2:]
+        least = 4 if parts[:1] == ["buckets"] else 2
+        if self.url and (len(parts) < least or parts[-1] in ("", "auto", "latest", "..")):
             raise PlanError(
                 f"store.url={printable(self.url)} names no run: end it with a name, as in s3://bucket/runs/a"
             )

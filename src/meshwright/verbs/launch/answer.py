@@ -14,19 +14,20 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from meshwright import planfile
+from meshwright import __version__, planfile
 from meshwright.interface.answers.answer import Answer, HasPlan, checked
 from meshwright.interface.answers.markup import table, whole
 from meshwright.interface.planning.plan_reading import read_plan
 from meshwright.planner.rent.goodput import Conditions
 from meshwright.planner.rent.run_on import checkpoint_of
 from meshwright.planner.step.predict import predict
-from meshwright.remote.locations import EXTRAS, scheme
+from meshwright.planner.step.prediction import usable_bytes
+from meshwright.remote.locations import EXTRAS, is_url, scheme
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError, argument
 from meshwright.spec.plan.plan import world_violation
 from meshwright.spec.presets import suggest
-from meshwright.spec.units import many
+from meshwright.spec.units import many, short_gib
 from meshwright.stacks.config_files import PORT, node_head, slurm_head, srun_lines
 from meshwright.store.default_folders import is_open
 from meshwright.store.durable import NODE_DISKS, file_system, refuse_nonempty, refuse_unwritable, report_in_one_line
@@ -89,7 +90,11 @@ class Job:
 
     def _sky_task(self) -> str:
         url, words = self.plan.store.url, self._cluster_words()
-        package = f"'meshwright[{EXTRAS[scheme(url)]}]'" if url else "meshwright"
+        sources = (url, self.plan.data.path, *(source.path for source in self.plan.data.sources))
+        extras = sorted({extra for source in sources if (extra := EXTRAS.get(scheme(source), ""))})
+        # A recovery weeks later must not install another version.
+        chosen = f"[{','.join(extras)}]" if extras else ""
+        package = f"'meshwright{chosen}=={__version__}'"
         words |= {
             "resources": "".join(self._sky_resources()),
             "setup": "" if self.image else f"setup: pip install {package}\n",
@@ -289,6 +294,14 @@ def _notes(job: Job, to: str, folder: Path) -> Iterator[str]:
     plan, cluster = job.plan, job.plan.cluster
     if not cluster.device.is_gpu:
         yield f"cluster.device {cluster.device.name} is no known GPU, so none is requested: cluster=h100x8 names one"
+    else:
+        expected = predict(plan)
+        if not expected.fits:
+            room = short_gib(usable_bytes(plan))
+            yield f"it does not fit: a device needs {short_gib(expected.peak_bytes)} of {room}; see meshwright plan"
+    urls = {url for url in (plan.data.path, *(source.path for source in plan.data.sources)) if is_url(url)}
+    if urls:
+        yield f"nodes need the right to read {', '.join(sorted(urls))}: a role, or variables in the job's file"
     for source in (*(source.path for source in plan.data.sources), plan.data.path, plan.init, plan.teacher_init):
         if Path(source).is_absolute():
             yield f"{source} must be readable on every node" + (", in the image or a volume" if to != "slurm" else "")
