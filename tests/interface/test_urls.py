@@ -105,6 +105,9 @@ def test_what_is_not_there_is_said_at_the_start(server: FaultyStore, capsys: pyt
         pass
     with pytest.raises(PlanError, match="s3:// names no bucket: give one, as s3://bucket/runs/a"):
         Location.open("s3://")
+    for words in (["runs", "s3://nobody/x"], ["runs", "s3://bucket/nothing"]):
+        assert main(words) == 2
+        assert f"{words[1]} holds nothing: check the name" in capsys.readouterr().err
     assert main(["data", "show", "data=s3://nobody/x", "data.tokenizer=bytes"]) == 2
     assert "holds no text" in capsys.readouterr().err
     with pytest.raises(PlanError, match=r"needs gcsfs, which is not installed: pip install 'meshwright\[gcs\]'"):

@@ -121,6 +121,8 @@ def _local_names(where: str) -> list[str]:
 def _stored_names(where: str) -> list[str]:
     location = Location.open(where)
     files = [f"{location.url}/{name}" for name in location.list_sizes()]
+    if not files:
+        raise RunError(f"{location} holds nothing: check the name, and its bucket")
     return sorted({file.rpartition(f"/{CHECKPOINTS}/")[0] for file in files if file.endswith(f"/{COMMIT}")} - {""})
 
 
