@@ -184,10 +184,11 @@ class Location:
         if self.local is None:
             self._request(lambda: self.filesystem.pipe_file(self.path, data))
             return
-        self.local.parent.mkdir(parents=True, exist_ok=True)
         fresh = self.local.with_name(f".{self.name}.{os.getpid()}")
-        fresh.write_bytes(data)
-        fresh.replace(self.local)
+        with reporting(self.url):  # a full disk is told in one line
+            self.local.parent.mkdir(parents=True, exist_ok=True)
+            fresh.write_bytes(data)
+            fresh.replace(self.local)
 
     def upload(self, source: Path, wait: Callable[[int], None] | None = None) -> None:
         """Copy a local file here. `wait`: called with the size of each piece before it is sent."""
@@ -352,10 +353,13 @@ class HubLocation(Location):
 
     def remove_all(self, names: Sequence[str]) -> None:
         """Remove files below this folder of a bucket, by one request."""
-        if names:
+
+        def remove() -> None:
             folder = self.filesystem.resolve_path(self.path)
-            paths = [f"{folder.path}/{name}" for name in names]
-            self._request(lambda: self._api.batch_bucket_files(folder.bucket_id, delete=paths))
+            self._api.batch_bucket_files(folder.bucket_id, delete=[f"{folder.path}/{name}" for name in names])
+
+        if names:
+            self._request(remove)
 
     def refuse_unwritable(self, purpose: str) -> None:
         """Raise StoreError: no credentials, no repository or bucket, no right to write."""
