@@ -1,5 +1,6 @@
 """Checkpoints of one or many runs, on disk or behind a URL, without torch."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from meshwright.store.checkpoint_folder import COMMIT, Saved
 from meshwright.store.run_folder import RunLock
 from meshwright.store.stored_run import CHECKPOINTS, StoredRun
 
+_NAMED_RUNS = 5
 HEAD = ("step", "held-out loss", "size", "state")
 
 
@@ -42,6 +44,8 @@ class ListedRuns(Answer):
     checkpoints: tuple[ListedCheckpoint, ...]
     removed: tuple[str, ...]
     """Paths or URLs of what was pruned."""
+    removed_meanwhile: tuple[str, ...] = ()
+    """Paths or URLs of what another process removed while it was read."""
 
     @property
     def problems(self) -> int:
@@ -69,6 +73,8 @@ class ListedRuns(Answer):
                 yield f"  {line}  {state}"
         for name in self.removed:
             yield f"removed {name}"
+        for name in self.removed_meanwhile:
+            yield f"{name} was removed meanwhile, so it is not listed"
 
     def _cells(self, entry: ListedCheckpoint) -> tuple[str, str, str, str]:
         loss = "" if entry.score is None else f"{entry.score:.4f}"
@@ -86,7 +92,8 @@ def runs(where: str | Path = "runs", *, verify: bool = False, prune: int | None 
     Args:
         where: A path, or a URL.
         verify: Read every byte and compare it with the recorded hashes.
-        prune: Remove all but the newest N checkpoints of each run, and its best. None = remove nothing.
+        prune: Remove all but the newest N checkpoints of the run, and its best. `where` must be one run, not a folder
+            above. None = remove nothing.
 
     Raises:
         RunError: There is no such folder, or a run to be pruned is training now.
@@ -95,15 +102,26 @@ def runs(where: str | Path = "runs", *, verify: bool = False, prune: int | None 
     if prune is not None and prune < 1:
         raise ArgumentError("prune", prune, "must be 1 or more", "a run resumes from its newest checkpoint")
     where = str(where)
-    removed: list[str] = []
-    checkpoints: list[ListedCheckpoint] = []
-    for run in _stored_names(where) if is_url(where) else _local_names(where):
+    checkpoints, removed, gone = list[ListedCheckpoint](), list[str](), list[str]()
+    names = _stored_names(where) if is_url(where) else _local_names(where)
+    if prune is not None and names and names not in ([where], [where.rstrip("/")]):
+        # Whoever names a bucket may not know how many runs it has, and nothing brings a checkpoint back.
+        more = f" and {len(names) - _NAMED_RUNS} more" if len(names) > _NAMED_RUNS else ""
+        remedy = f"{where} is above {many(len(names), 'run')}, so name one: {', '.join(names[:_NAMED_RUNS])}{more}"
+        raise ArgumentError("prune", prune, "removes checkpoints of one run", remedy)
+    for run in names:
         if prune is not None:
-            removed += _prune_stored(run, prune) if is_url(run) else _prune_local(run, prune)
+            removed += _prune(run, prune)
         for saved in _list_run(run):
             problem = saved.problem or (_find_damage(run, saved.name) if verify else "")
-            checkpoints.append(ListedCheckpoint(run=run, **asdict(replace(saved, problem=problem))))
-    return ListedRuns(where=where, checkpoints=tuple(checkpoints), removed=tuple(removed), verified=verify)
+            if problem and _is_gone(run, saved.name):
+                gone.append(f"{run}/{CHECKPOINTS}/{saved.name}")
+            else:
+                checkpoints.append(ListedCheckpoint(run=run, **asdict(replace(saved, problem=problem))))
+    return ListedRuns(
+        where=where, checkpoints=tuple(checkpoints), removed=tuple(removed), removed_meanwhile=tuple(gone),
+        verified=verify,
+    )  # fmt: skip
 
 
 def _local_names(where: str) -> list[str]:
@@ -112,10 +130,8 @@ def _local_names(where: str) -> list[str]:
         raise RunError(f"{where} is no folder: give a run, a folder of runs, or a URL as s3://bucket/runs")
     if (folder / CHECKPOINTS).is_dir():
         return [where]
-    # `latest` is a link to one of the others.
-    return sorted(
-        str(path.parent) for path in folder.rglob(CHECKPOINTS) if path.is_dir() and not path.parent.is_symlink()
-    )
+    # os.walk follows no link, as `latest`, and passes over folders that go away beside it. Path.rglob raises there.
+    return sorted(str(Path(path)) for path, folders, _ in os.walk(where) if CHECKPOINTS in folders)
 
 
 def _stored_names(where: str) -> list[str]:
@@ -123,10 +139,14 @@ def _stored_names(where: str) -> list[str]:
     files = [f"{location.url}/{name}" for name in location.list_sizes()]
     if not files:
         raise RunError(f"{location} holds nothing: check the name, and its bucket")
-    return sorted({file.rpartition(f"/{CHECKPOINTS}/")[0] for file in files if file.endswith(f"/{COMMIT}")} - {""})
+    names = {file.rpartition(f"/{CHECKPOINTS}/")[0] for file in files if file.endswith(f"/{COMMIT}")} - {""}
+    return [location.url] if location.url in names else sorted(names)
 
 
-def _prune_local(run: str, keep_last: int) -> list[str]:
+def _prune(run: str, keep_last: int) -> list[str]:
+    if is_url(run):
+        stored = StoredRun(Location.open(run))
+        return [str(stored.checkpoints / name) for name in stored.prune(keep_last)]
     folder = Path(run) / CHECKPOINTS
     before = checkpoint_folder.list_checkpoints(folder)
     lock = RunLock.take(Path(run))
@@ -135,11 +155,6 @@ def _prune_local(run: str, keep_last: int) -> list[str]:
     finally:
         lock.release()
     return [str(folder / saved.name) for saved in before if not (folder / saved.name).exists()]
-
-
-def _prune_stored(run: str, keep_last: int) -> list[str]:
-    stored = StoredRun(Location.open(run))
-    return [str(stored.checkpoints / name) for name in stored.prune(keep_last)]
 
 
 def _list_run(run: str) -> list[Saved]:
@@ -158,4 +173,13 @@ def _find_damage(run: str, name: str) -> str:
             checkpoint_folder.check_hashes(path, checkpoint_folder.read_commit(path).files)
     except CheckpointError as error:
         return str(error)
+    except FileNotFoundError:
+        return "a file is missing"
     return ""
+
+
+def _is_gone(run: str, name: str) -> bool:
+    """Return whether a checkpoint that was listed is no longer there. Its folder, or its COMMIT, is removed first."""
+    if is_url(run):
+        return (Location.open(run) / CHECKPOINTS / name / COMMIT).describe() is None
+    return not (Path(run) / CHECKPOINTS / name).is_dir()

@@ -15,7 +15,7 @@ def runs(
     prune: Annotated[
         int | None,
         typer.Option(
-            "--prune", metavar="N", help="Remove all but the newest N checkpoints of each run and its best.", min=1
+            "--prune", metavar="N", help="Remove all but the newest N checkpoints of one run, and its best.", min=1
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the list as one JSON document.")] = False,
