@@ -355,3 +355,19 @@ def test_a_dataset_in_memory_is_encoded_once_for_all_processes(folder: Path, mon
     for malformed in [prepare(data, cache_root=folder / "cache", processes=1).malformed for _ in range(2)]:
         assert (malformed.malformed, malformed.rows) == (1, 21) and "hub:made, row 21" in malformed.first[0]
     assert encoded == [1]
+
+
+def test_rows_with_one_fault_are_named_together(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n".join([b'{"text": "good"}', *[b'{"body": 1}'] * 3, b"[1]", b'{"body": 2}', b'{"text": 1}']))
+    with pytest.raises(DataError) as error:
+        texts(path, malformed="refuse")
+    assert str(error.value) == (
+        "6 of 7 rows are no texts (data.malformed=skip leaves them out): "
+        f"{path}, 4 lines (2, 3, 4, 6): no field 'text', it has: body; set data.text_field; "
+        f"{path}, line 5: a row is an object with fields, not list; "
+        f"{path}, line 7: field 'text' is int, not text; set data.text_field or correct the row"
+    )
+    path.write_bytes(b'{"body": 1}\n' * 100)
+    with pytest.raises(DataError, match=r"rows.jsonl, 20 lines \(1, 2, 3, .*, 20\): no field 'text', .*; and 80 more$"):
+        texts(path, malformed="refuse")

@@ -234,3 +234,22 @@ def test_the_verb_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixtur
     for part in ("0/2", "3/2", "x"):
         assert main([*words, "--part", part]) == 2
         assert "--part" in capsys.readouterr().err
+
+
+def test_a_store_is_not_prepared_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines, store = write_lines(tmp_path / "a.jsonl", text_lines(40)), tmp_path / "store"
+    prepare_store(settings(lines), str(store), processes=1)
+    assert main(["data", "prepare", f"data={store}", "data.tokenizer=bytes", "-o", str(tmp_path / "again")]) == 2
+    assert capsys.readouterr().err.endswith(
+        f"data.path={store} is a token store, so it is prepared already: train with data={store}\n"
+    )
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_folder_of_several_kinds_is_prepared_whole(tmp_path: Path) -> None:
+    (tmp_path / "mixed").mkdir()
+    write_lines(tmp_path / "mixed" / "a.jsonl", text_lines(4))
+    shutil.copy(RAW / "shard.00000.mds", tmp_path / "mixed")
+    prepare_store(settings(tmp_path / "mixed"), str(tmp_path / "store"), processes=1)
+    stored = stored_texts(str(tmp_path / "store"), tmp_path)
+    assert set(text_lines(4)) < set(stored) and MDS_TEXTS[0] in stored

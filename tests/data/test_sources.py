@@ -208,3 +208,19 @@ def test_tokenizer_files_in_a_folder_are_not_text(folder: Path) -> None:
     assert "tokenizer.json" not in [name for name, _ in texts(folder)]
     assert Source(Data(path=str(folder))).folder == folder
     assert Source(Data(path=str(folder / "b.txt"))).folder == folder
+
+
+@pytest.mark.parametrize("name", ["b.tar", "b.mds", "b.jsonl.gz", "B.TAR", "b.tar.gz", "b.jsonl.zst"])
+def test_a_shard_beside_plain_files_is_not_passed_over(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "row"}\n')
+    (tmp_path / name).write_bytes(b"\0" * 600)
+    for path in (tmp_path, f"{tmp_path}/*"):
+        message = refusal(path)
+        assert f"has files that are not read in one go ({name} and a.jsonl)" in message
+        assert f"`meshwright data prepare data={path} -o STORE`, or name one kind, as data='{tmp_path}/*." in message
+
+
+def test_rows_in_another_encoding_are_named_and_not_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "row"}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "row"}\n', encoding="utf-16")
+    assert "b.jsonl seems to be UTF-16" in refusal(tmp_path)

@@ -66,7 +66,9 @@ def test_a_run_behind_a_url_is_exported_behind_another_and_answers_from_there(
 def test_a_page_goes_to_a_url(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     page = f"s3://{object_store.BUCKET}/pages/first.html"
     assert main(["report", run, "-o", page]) == 0
-    assert capsys.readouterr().err.splitlines()[-1] == f"uploaded to {page}"
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"{page}: 1 run; open it"), "not the local file, which is gone by now"
+    assert printed.err.splitlines()[-1] == f"uploaded to {page}"
     assert b"<html" in Location.open(page).read()[:200]
 
 

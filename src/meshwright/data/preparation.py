@@ -73,12 +73,10 @@ def _prepare_mixture(data: Data, prepare_source: Callable[[Data], Corpus], cache
     return Corpus(
         train=MixedStream(parts=_number_documents(corpus.train for corpus in corpora), weights=weights),
         validation=MixedStream(parts=_number_documents(corpus.validation for corpus in corpora), weights=weights),
-        tokenizer=corpora[0].tokenizer,
-        fingerprint=fingerprint,
-        key=fingerprint[:24],
+        tokenizer=corpora[0].tokenizer, fingerprint=fingerprint, key=fingerprint[:24],
         unread=sum((Counter(corpus.unread) for corpus in corpora), Counter()),
         malformed=sum_malformed(corpus.malformed for corpus in corpora),
-    )
+    )  # fmt: skip
 
 
 def _number_documents(streams: Iterable[Stream]) -> tuple[TokenStream, ...]:

@@ -32,6 +32,7 @@ def with_local_paths(words: Sequence[str]) -> Iterator[list[str]]:
 
     Raises StoreError, PlanError.
     """
+    from meshwright.interface.terminal.screen_text import URL_OF
     from meshwright.store.local_copies import copy_to_cache, upload_afterwards
 
     if words[0] in OWN_URLS or " ".join(words[:2]) in OWN_URLS:
@@ -56,7 +57,9 @@ def with_local_paths(words: Sequence[str]) -> Iterator[list[str]]:
                 local.append(word)
             else:
                 path = outputs.enter_context(upload_afterwards(url)) if is_output else copy_to_cache(url, which)
-                uploaded += [url] if is_output else []
+                if is_output:
+                    uploaded.append(url)
+                    URL_OF[str(path)] = url
                 local.append(f"{key}={path}" if key else str(path))
         yield local
     for url in uploaded:  # the verb has named a file of this machine, which is gone by now

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, final
+from typing import IO, Any, Final, final
 
 import numpy as np
 
@@ -180,15 +180,28 @@ def queue_batches(
         yield bytes(not part.first for part in batch), [part.text for part in batch]
 
 
+class PieceWriter:
+    """Writer of the ids of pieces, with the marks of their documents, that counts what it writes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._width = tokenizer.dtype.itemsize
+        self._before, self._after = (np.array(ids, tokenizer.dtype).tobytes() for ids in tokenizer.document_marks)
+        self._size = self._text = 0
+
+    def _write_piece(self, file: IO[bytes], part: sources.SplitPart, ids: bytes) -> None:
+        written = (self._before if part.first else b"") + ids + (self._after if part.last else b"")
+        file.write(written)
+        self._size += len(written)
+        self._text += len(part.text.encode())
+
+
 @final
-class _Writer:
+class _Writer(PieceWriter):
     """Writer of one stream: ids to NAME.tokens, document starts to NAME.starts."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
-        dtype = tokenizer.dtype
-        self._path, self._width = path, dtype.itemsize
-        self._before, self._after = (np.array(ids, dtype).tobytes() for ids in tokenizer.document_marks)
-        self._size = self._documents = self._text = 0
+        super().__init__(tokenizer)
+        self._path, self._documents = path, 0
 
     def __enter__(self) -> "_Writer":
         self._tokens = self._path.with_suffix(".tokens").open("wb", buffering=2**20)
@@ -208,10 +221,7 @@ class _Writer:
         if part.first:
             self._starts.write(np.int64(self._size // self._width).tobytes())
             self._documents += 1
-        written = (self._before if part.first else b"") + ids + (self._after if part.last else b"")
-        self._tokens.write(written)
-        self._size += len(written)
-        self._text += len(part.text.encode())
+        self._write_piece(self._tokens, part, ids)
 
     def counts(self) -> dict[str, int]:
         """Return the counts for meta.json."""

@@ -11,15 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.data.corpus.corpus import (
-    Corpus,
-    Progress,
-    TokenStream,
-    lock,
-    new_folder,
-    read_json,
-    write_json,
-)
+from meshwright.data.corpus.corpus import Corpus, Progress, TokenStream, lock, new_folder, read_json, write_json
 from meshwright.data.corpus.token_cache import open_stream
 from meshwright.data.stored.encoding import load_tokenizer, prepare_store
 from meshwright.data.stored.index import StoreIndex, check_files, read_index

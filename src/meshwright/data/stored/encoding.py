@@ -18,27 +18,24 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
 
-import numpy as np
-
 from meshwright.data.corpus.corpus import Progress
 from meshwright.data.corpus.pool import Pool, group_by_size
-from meshwright.data.corpus.token_cache import BATCH_CHARACTERS, TRAINING_CHARACTERS, queue_batches, read_beginning
-from meshwright.data.stored.index import (
-    ALIGNED,
-    FORMAT,
-    SIDES,
-    index_bytes,
-    read_document,
-    read_index,
+from meshwright.data.corpus.token_cache import (
+    BATCH_CHARACTERS,
+    TRAINING_CHARACTERS,
+    PieceWriter,
+    queue_batches,
+    read_beginning,
 )
+from meshwright.data.stored.index import ALIGNED, FORMAT, SIDES, index_bytes, read_document, read_index
 from meshwright.data.text.raw_shards import Span, documents, list_spans
 from meshwright.data.text.rows import MalformedRows, sum_malformed
-from meshwright.data.text.sources import HELD_OUT, TRAIN, Document, SplitPart, list_files, mark_ends
+from meshwright.data.text.sources import HELD_OUT, TRAIN, Document, SplitPart, is_store, list_files, mark_ends
 from meshwright.data.tokens.tokenizer import Tokenizer, choose
 from meshwright.remote.locations import Location, is_url
 from meshwright.remote.transfer import download, hash_file, upload
 from meshwright.spec import Data
-from meshwright.spec.errors import DataError
+from meshwright.spec.errors import DataError, printable
 from meshwright.spec.plan.plan import SAMPLES, STDLIB
 from meshwright.spec.user_cache import temporary_folder
 
@@ -131,6 +128,9 @@ def _check(data: Data, store: str) -> None:
     if data.form == SAMPLES or data.limit_bytes:
         named = "form=samples" if data.form == SAMPLES else f"limit_bytes={data.limit_bytes}"
         raise DataError(f"data.{named}: a token store holds whole texts; leave it out")
+    if is_store(data.path):
+        path = printable(data.path)
+        raise DataError(f"data.path={path} is a token store, so it is prepared already: train with data={path}")
     folder = Path(store).expanduser()
     if is_url(store) or not folder.exists() or (folder / "store.json").is_file():
         return
@@ -304,18 +304,16 @@ def _split(texts: Iterable[Document], share: float) -> Iterator[SplitPart]:
 
 
 @final
-class _ShardWriter:
+class _ShardWriter(PieceWriter):
     """Writer of the shards of one unit and side."""
 
     def __init__(self, folder: Path, unit: int, side: str, tokenizer: Tokenizer, shard_tokens: int) -> None:
+        super().__init__(tokenizer)
         self.side = side
         self._folder, self._unit, self._shard_tokens = folder, unit, shard_tokens
-        self._width = tokenizer.dtype.itemsize
-        self._before, self._after = (np.array(ids, tokenizer.dtype).tobytes() for ids in tokenizer.document_marks)
         self._records: list[dict[str, Any]] = []
         self._file: Any = None
         self._starts = array("q")
-        self._size = self._text = 0
 
     def write(self, part: SplitPart, ids: bytes) -> None:
         """Append a piece. A shard ends behind a document, but for one that is as long as two shards."""
@@ -327,10 +325,7 @@ class _ShardWriter:
             self._file = (self._folder / f"{self._unit:06d}-{len(self._records)}.{self.side}").open("wb", 2**20)
         if part.first:
             self._starts.append(self._size // self._width)
-        written = (self._before if part.first else b"") + ids + (self._after if part.last else b"")
-        self._file.write(written)
-        self._size += len(written)
-        self._text += len(part.text.encode())
+        self._write_piece(self._file, part, ids)
 
     def close(self) -> list[dict[str, Any]]:
         """End the last shard, and return the records of all."""

@@ -304,6 +304,8 @@ _OF_SAMPLES = frozenset({"messages", "conversations", "completion", "output", "c
 
 _NAMED = 20
 """Most malformed rows that are named. The others are counted."""
+_NUMBER = re.compile(r", (line|row) (\d+)(?=[,: ])")
+"""Place of a row in a complaint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,9 +337,12 @@ class MalformedRows:
 
     @property
     def named(self) -> str:
-        """Complaints about the first rows, and the number of others, on one line."""
+        """Complaints about the first rows, equal ones together, and the number of others, on one line."""
         more = self.malformed - len(self.first)
-        return "; ".join(self.first) + (f"; and {more:,} more" if more else "")
+        alike: dict[str, list[str]] = {}
+        for complaint in self.first:
+            alike.setdefault(_NUMBER.sub("", complaint, count=1), []).append(complaint)
+        return "; ".join(map(_merge, alike.values())) + (f"; and {more:,} more" if more else "")
 
     def refusal(self, kind: str) -> MalformedRowError:
         """Return an error for rows that are not `kind` (samples, texts)."""
@@ -352,6 +357,14 @@ class MalformedRows:
         """Sentence for the log about rows that were left out."""
         be = "is" if self.malformed == 1 else "are"
         return f"{self.malformed:,} of {many(self.rows, 'row')} {be} left out as malformed: {self.named}"
+
+
+def _merge(complaints: list[str]) -> str:
+    """Return complaints that differ in the row alone as one: `FILE, 3 lines (1, 4, 5): no field 'text'`."""
+    if len(complaints) == 1:
+        return complaints[0]
+    numbers = ", ".join(match[2] for complaint in complaints if (match := _NUMBER.search(complaint)))
+    return _NUMBER.sub(rf", {len(complaints)} \1s ({numbers})", complaints[0], count=1)
 
 
 def sum_malformed(counts: Iterable[MalformedRows]) -> MalformedRows:

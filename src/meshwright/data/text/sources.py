@@ -80,6 +80,13 @@ class Source:
         """Files of a folder that are not text. A binary file that is named, or matched by a glob, is an error."""
         left_out = set(self.passed_over)
         self.files: Final = tuple(path for path in listed if path not in left_out)
+        if shard := next((path for path in listed if is_shard(path.name)), None):
+            other = next((f" and {path.name}" for path in listed if not is_shard(path.name)), "")
+            raise DataError(
+                f"data.path={data.path} has files that are not read in one go ({shard.name}{other}): encode all of it "
+                f"with `meshwright data prepare data={data.path} -o STORE`, or name one kind, as "
+                f"data='{shard.parent}/*{''.join(ends(shard.name))}'"
+            )
         if self._dataset is None and not self.files:
             raise DataError(_explain_nothing(data.path, listed))
 
@@ -240,8 +247,8 @@ def _walk(root: Path, left_out: Collection[str] = ("__pycache__",)) -> Iterator[
 
 
 def is_binary(path: Path) -> bool:
-    """Return whether a file is no text by its beginning, nor a table of texts."""
-    if path.suffix == ".parquet":
+    """Return whether a file is no text by its beginning. One whose name says that it has rows is none."""
+    if path.suffix in _ROWS:  # a damaged or UTF-16 one is refused where it is read, not passed over
         return False
     with path.open("rb") as file:
         return b"\0" in file.read(_BINARY_SNIFF_BYTES)

@@ -17,11 +17,18 @@ if TYPE_CHECKING:
 
     from meshwright.interface.answers.answer import Answer
 
+URL_OF: dict[str, str] = {}
+"""Local file that a verb writes -> the URL that it goes to when the verb has ended (interface/urls.py)."""
 NARROWEST, WIDEST = 60, 200
 """Narrowest and widest layout in columns. A narrower terminal breaks lines itself."""
 COLOURS = {"green": "32", "yellow": "33", "red": "31"}
 PATIENCE_S = 2.0
 """Seconds for which a verb may be silent. Errors come sooner, and then no line precedes them."""
+
+
+def shown_path(path: object) -> str:
+    """Return the name of an output for its user: the URL that it goes to, or its path."""
+    return URL_OF.get(str(path), str(path))
 
 
 def width() -> int:

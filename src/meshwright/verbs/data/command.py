@@ -25,7 +25,7 @@ from meshwright.data.preparation import form_of
 from meshwright.data.report import DataView, SampleFigures, StreamFigures, Token, heading, named_columns, view
 from meshwright.interface.answers.answer import check_page, write_page
 from meshwright.interface.planning.plan_reading import read_folder
-from meshwright.interface.terminal.screen_text import console, print_json
+from meshwright.interface.terminal.screen_text import console, print_json, shown_path
 from meshwright.spec import Data
 from meshwright.spec.plan.plan import SAMPLES, STDLIB
 from meshwright.spec.units import count, many, text_size
@@ -49,7 +49,7 @@ def show(plan: Path | None, overrides: list[str], json: bool, html: Path | None 
     if html is not None:
         write_page(html, page(data_view))
         if not json:
-            print(f"{html}: {many(1 + len(data_view.more), 'row')}; open it in a browser")
+            print(f"{shown_path(html)}: {many(1 + len(data_view.more), 'row')}; open it in a browser")
             return
     if json:
         print_json(data_view)
@@ -89,10 +89,9 @@ def encoding_bar(console: Console, *, of_rows: bool = False) -> Iterator[Callabl
 def _figures(data_view: DataView) -> Table:
     table = Table(title=Text(data_view.source), title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("")
-    names = ("documents", "text", "tokens", f"windows of {data_view.sequence}", "share")
-    for title in (
-        names if data_view.samples is None else (data_view.samples.things, "answers", "trained", names[3], "share")
-    ):
+    samples, windows = data_view.samples, f"windows of {data_view.sequence}"
+    names = ("documents", "text", "tokens") if samples is None else (samples.things, "answers", "trained")
+    for title in (*names, windows, "share"):
         table.add_column(title, justify="right")
     total_bytes = data_view.train.bytes + data_view.validation.bytes
     for name, side in (("trained on", data_view.train), ("held out", data_view.validation)):
@@ -105,19 +104,13 @@ def _sources(data_view: DataView) -> Table:
     """Return a table of the sources of a mixture, and how often the run reads each."""
     table = Table(box=None, pad_edge=False)
     table.add_column("source")
-    for title in (
-        "share",
-        "tokens",
-        "bytes per token",
-        "windows",
-        "read",
-        *(("cut", "left out") * bool(data_view.samples)),
-    ):
+    fitted = ("cut", "left out") if data_view.samples else ()
+    for title in ("share", "tokens", "bytes per token", "windows", "read", *fitted):
         table.add_column(title, justify="right")
     for source in data_view.sources:
         figures = (f"{source.share:.1%}", count(source.tokens), f"{source.bytes_per_token:.2f}", f"{source.rows:,}")
-        fitted = (f"{source.overlong:,}", f"{source.left_out:,}") if data_view.samples else ()
-        table.add_row(source.path, *figures, f"{source.times:.2g} times", *fitted)
+        lengths = (f"{source.overlong:,}", f"{source.left_out:,}") if data_view.samples else ()
+        table.add_row(source.path, *figures, f"{source.times:.2g} times", *lengths)
     return table
 
 

@@ -38,7 +38,7 @@ def explore(
 ) -> None:
     """Write a page with sliders for memory, a map of all legal layouts, and the pipeline schedules."""
     from meshwright.interface.answers.answer import check_page
-    from meshwright.interface.terminal.screen_text import explain_wait, print_json
+    from meshwright.interface.terminal.screen_text import explain_wait, print_json, shown_path
     from meshwright.verbs.explore.answer import explore as explored
 
     check_page(out, "explorer.html")
@@ -49,4 +49,4 @@ def explore(
         print_json({**answer.to_dict(), "page": str(out)})
         return
     titles = " beside ".join(half.title for half in answer.halves)
-    print(f"{out}: {answer.halves[0].plan.model.name} on {titles}; open it in a browser")
+    print(f"{shown_path(out)}: {answer.halves[0].plan.model.name} on {titles}; open it in a browser")

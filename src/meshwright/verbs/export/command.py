@@ -25,7 +25,7 @@ def export(
 
     An adapter is merged into its base weights. An OUT that ends in .gguf is one file for llama.cpp.
     """
-    from meshwright.interface.terminal.screen_text import print_json
+    from meshwright.interface.terminal.screen_text import print_json, shown_path
 
     check_export(run, out, dtype, checkpoint, adapter=adapter)
     if out.suffix == ".gguf":
@@ -33,7 +33,7 @@ def export(
         if json:
             print_json(written)
         else:
-            print(f"{out}: {written['bytes']:,} bytes of {run}, for llama.cpp and what is built on it")
+            print(f"{shown_path(out)}: {written['bytes']:,} bytes of {run}, for llama.cpp and what is built on it")
             if written["note"]:
                 print(f"tokenizer: {written['note']}")
         return
@@ -44,4 +44,6 @@ def export(
         )
     else:
         readers = "for transformers (v4 and v5) and what reads its directories"
-        print(f"{out}: {exported_checkpoint.name} of {run}, {'its adapter, for PEFT' if adapter else readers}")
+        print(
+            f"{shown_path(out)}: {exported_checkpoint.name} of {run}, {'its adapter, for PEFT' if adapter else readers}"
+        )

@@ -90,7 +90,7 @@ def quantize(
     Exit code 4 where the predictions moved further than --max-kl; the folder is written all the same.
     """
     from meshwright.interface.answers.answer import check_page, write_page
-    from meshwright.interface.terminal.screen_text import console, print_answer
+    from meshwright.interface.terminal.screen_text import console, print_answer, shown_path
     from meshwright.verbs.quantize.options import check_request
     from meshwright.verbs.quantize.screen import lines
 
@@ -120,5 +120,5 @@ def quantize(
     if html is not None:  # after the answer is printed: a full disk must not lose it
         write_page(html, answer.page())
         if not json:
-            print(f"\n  {html}: open it in a browser")
+            print(f"\n  {shown_path(html)}: open it in a browser")
     answer.check()

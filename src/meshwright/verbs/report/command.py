@@ -26,8 +26,9 @@ def report(
     It shows what the folders hold: `profile` and `compare` add figures that training alone does not write. Of a record
     of serving it shows requests, blocks and steps.
     """
+    from meshwright.interface.terminal.screen_text import shown_path
     from meshwright.verbs.report.answer import report as write_report
 
     target = write_report(*runs, out=out, tolerance=tolerance, cluster=cluster)
     shown = f"{len(runs)} run{'s' if len(runs) > 1 else ''}" if runs[0].is_dir() else f"the steps of {runs[0]}"
-    print(f"{target}: {shown}; open it in a browser")
+    print(f"{shown_path(target)}: {shown}; open it in a browser")
