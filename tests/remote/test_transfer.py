@@ -154,3 +154,33 @@ def test_a_local_file_is_written_at_once_too(tmp_path: Path) -> None:
     location.write(b"first")
     location.write(b"second")
     assert location.read() == b"second" and [path.name for path in (tmp_path / "new").iterdir()] == ["a"]
+
+
+def test_a_refusal_names_the_right_that_is_missing(folder: Location, server: FaultyStore, tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_bytes(b"a")
+    requests = {
+        r"write \(.*\): give these credentials the right s3:PutObject, or": lambda: (folder / "a").write(b"a"),
+        r"write \(.*\): .* the right s3:PutObject, ": lambda: (folder / "a").upload(file),
+        r"read \(.*\): .* the right s3:GetObject, ": lambda: (folder / "a").read(),
+        r"read \(.*\): .* the right s3:GetObject,": lambda: (folder / "a").describe(),
+        r"list \(.*\): .* the right s3:ListBucket, ": folder.list_files,
+        r"remove \(.*\): .* the right s3:DeleteObject, ": lambda: (folder / "a").remove(),
+    }
+    server.share, server.statuses = 1.0, ("403 AccessDenied",)
+    try:
+        for sentence, request in requests.items():
+            with pytest.raises(StoreError, match=f"not allowed to {sentence}") as raised:
+                request()
+            assert "\n" not in str(raised.value) and not raised.value.may_pass
+    finally:
+        server.share, server.statuses = 0.0, object_store.TRANSIENT
+
+
+def test_the_probe_tells_a_right_to_write_from_one_to_remove(folder: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> None:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(folder.filesystem, "rm_file", refuse)
+    with pytest.raises(StoreError, match=r"store.url: .*: not allowed to remove \(Access Denied\): give"):
+        folder.refuse_unwritable("store.url")

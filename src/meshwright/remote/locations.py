@@ -51,6 +51,11 @@ NO_CREDENTIALS = {
     "DefaultCredentialsError", "ClientAuthenticationError", "LocalTokenNotFoundError",
 }  # fmt: skip
 """Classes of the libraries' errors, by name: none of them is imported for it."""
+RIGHTS = {
+    "HeadObject": "GetObject", "ListObjectsV2": "ListBucket", "DeleteObjects": "DeleteObject",
+    "CreateMultipartUpload": "PutObject", "UploadPart": "PutObject", "CompleteMultipartUpload": "PutObject",
+}  # fmt: skip
+"""Request of S3 -> the right that it takes, where that has another name."""
 NOT_VALID = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken")
 """Codes of S3 in messages about keys that are wrong or too old."""
 NO_ACCOUNT = "unable to connect to account"
@@ -168,24 +173,24 @@ class Location:
     def __str__(self) -> str:
         return printable(self.url)
 
-    def _request(self, work: Callable[[], T]) -> T:
+    def _request(self, action: str, work: Callable[[], T]) -> T:
         def attempt() -> T:
-            with reporting(self.url):
+            with reporting(self.url, action):
                 return work()
 
         return persist(attempt)
 
     def read(self, start: int | None = None, end: int | None = None) -> bytes:
         """Read bytes `start` to `end`, by default all of the file. Raises FileNotFoundError where there is none."""
-        return self._request(lambda: bytes(self.filesystem.cat_file(self.path, start=start, end=end)))
+        return self._request("read", lambda: bytes(self.filesystem.cat_file(self.path, start=start, end=end)))
 
     def write(self, data: bytes) -> None:
         """Write a file at once: readers see all of it or nothing."""
         if self.local is None:
-            self._request(lambda: self.filesystem.pipe_file(self.path, data))
+            self._request("write", lambda: self.filesystem.pipe_file(self.path, data))
             return
         fresh = self.local.with_name(f".{self.name}.{os.getpid()}")
-        with reporting(self.url):  # a full disk is told in one line
+        with reporting(self.url, "write"):  # a full disk is told in one line
             self.local.parent.mkdir(parents=True, exist_ok=True)
             fresh.write_bytes(data)
             fresh.replace(self.local)
@@ -203,14 +208,17 @@ class Location:
                     wait(len(piece))
                     stream.write(piece)
 
-        self._request(send)
+        self._request("write", send)
 
     def download(self, target: Path, begun: Callable[[], None] = lambda: None) -> None:
         """Copy this file to a local path. `begun` is called after each piece that has come."""
+        callback = self._callback(begun)
+        self._request("read", lambda: self.filesystem.get_file(self.path, str(target), callback=callback))
+
+    def _callback(self, begun: Callable[[], None]) -> Any:
         from fsspec.callbacks import Callback
 
-        callback = Callback(hooks={"begun": lambda *_, **__: begun()})
-        self._request(lambda: self.filesystem.get_file(self.path, str(target), callback=callback))
+        return Callback(hooks={"begun": lambda *_, **__: begun()})
 
     def hash(self) -> str:
         """Return the SHA-256 of this file in hexadecimal. Reads it in pieces, and writes nothing to disk."""
@@ -219,15 +227,18 @@ class Location:
             with self.filesystem.open(self.path, "rb", block_size=PIECE_BYTES) as stream:
                 return hashlib.file_digest(stream, "sha256").hexdigest()
 
-        return self._request(digest)
+        return self._request("read", digest)
 
     def describe(self) -> RemoteFile | None:
         """Return the file's size and version. None = there is no such file."""
         try:
-            entry = self._request(lambda: self.filesystem.info(self.path))
+            entry = self._request("read", self._info)
         except FileNotFoundError:
             return None
         return _remote_file(self.name, entry) if entry["type"] == "file" else None
+
+    def _info(self) -> dict[str, Any]:
+        return dict(self.filesystem.info(self.path))
 
     def list_files(self, pattern: str = "") -> list[RemoteFile]:
         """List all files below this folder by name, at any depth. Empty when there is none.
@@ -237,7 +248,7 @@ class Location:
         filesystem, folder = self.filesystem, self.path.strip("/") + "/"
         search, where = (filesystem.glob, f"{self.path}/{pattern}") if pattern else (filesystem.find, self.path)
         try:
-            entries = self._request(lambda: search(where, detail=True))
+            entries = self._request("list", lambda: search(where, detail=True))
         except FileNotFoundError:  # not even the bucket is there
             return []
         files = [
@@ -254,7 +265,7 @@ class Location:
     def remove(self) -> None:
         """Remove a file. One that is not there is no error."""
         with suppress(FileNotFoundError):
-            self._request(lambda: self.filesystem.rm_file(self.path))
+            self._request("remove", lambda: self.filesystem.rm_file(self.path))
 
     def remove_all(self, names: Sequence[str]) -> None:
         """Remove files below this folder."""
@@ -266,7 +277,7 @@ class Location:
         if not hasattr(self.filesystem, "list_multipart_uploads"):
             return
         bucket, _, folder = self.path.partition("/")
-        with reporting(self.url):
+        with reporting(self.url, "list unfinished uploads"):
             listed = self.filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{folder}/")
             for upload in listed.get("Uploads", ()):
                 self.filesystem.call_s3(
@@ -281,8 +292,9 @@ class Location:
         # Ranks of many machines may look at once.
         probe = f"{self.path}/.probe-{socket.gethostname()}-{os.getpid()}"
         try:
-            with reporting(self.url):
+            with reporting(self.url, "write"):
                 self.filesystem.pipe_file(probe, b"may be removed\n")
+            with reporting(self.url, "remove"):
                 self.filesystem.rm_file(probe)
         except FileNotFoundError:
             raise StoreError(f"{purpose}: {self} does not exist: create it, or name another URL") from None
@@ -330,26 +342,18 @@ class HubLocation(Location):
                 repo_type=root.repo_type, revision=root.revision,
             )  # fmt: skip
 
-        self._request(send)
+        self._request("write", send)
 
-    def download(self, target: Path, begun: Callable[[], None] = lambda: None) -> None:
-        """Copy this file to a local path. `begun` is called after each piece that has come."""
+    def _callback(self, begun: Callable[[], None]) -> Any:
         from fsspec.callbacks import TqdmCallback
 
         # With another callback the library requests each piece by itself, and the Hub counts requests.
-        callback = TqdmCallback(tqdm_cls=partial(_Progress, begun))
-        self._request(lambda: self.filesystem.get_file(self.path, str(target), callback=callback))
+        return TqdmCallback(tqdm_cls=partial(_Progress, begun))
 
-    def describe(self) -> RemoteFile | None:
-        """Return the file's size and version. None = there is no such file."""
-        try:
-            entry = self._request(lambda: self.filesystem.info(self.path))
-            if entry["type"] != "file":
-                return None
-            # Only with all that is known about the file comes its version.
-            return _remote_file(self.name, self._request(lambda: self.filesystem.info(self.path, expand_info=True)))
-        except FileNotFoundError:
-            return None
+    def _info(self) -> dict[str, Any]:
+        entry = self.filesystem.info(self.path)
+        # Only with all that is known about the file comes its version.
+        return dict(self.filesystem.info(self.path, expand_info=True) if entry["type"] == "file" else entry)
 
     def remove_all(self, names: Sequence[str]) -> None:
         """Remove files below this folder of a bucket, by one request."""
@@ -359,12 +363,12 @@ class HubLocation(Location):
             self._api.batch_bucket_files(folder.bucket_id, delete=[f"{folder.path}/{name}" for name in names])
 
         if names:
-            self._request(remove)
+            self._request("remove", remove)
 
     def refuse_unwritable(self, purpose: str) -> None:
         """Raise StoreError: no credentials, no repository or bucket, no right to write."""
         try:
-            with reporting(self.url):
+            with reporting(self.url, "write"):
                 root = self.filesystem.resolve_path(self.path)
                 if not hasattr(root, "bucket_id"):  # a probe would be two commits
                     self._api.auth_check(root.repo_id, repo_type=root.repo_type, write=True)
@@ -412,8 +416,8 @@ def _remote_file(name: str, entry: dict[str, Any]) -> RemoteFile:
 
 
 @contextmanager
-def reporting(url: str) -> Iterator[None]:
-    """Turn the library's errors into StoreError. FileNotFoundError passes."""
+def reporting(url: str, action: str = "") -> Iterator[None]:
+    """Turn the library's errors into StoreError. FileNotFoundError passes. `action`: read, write, list or remove."""
     try:
         yield
     except FileNotFoundError:
@@ -422,15 +426,16 @@ def reporting(url: str) -> Iterator[None]:
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if kinds & NOT_FOUND and GATED not in kinds:
             raise FileNotFoundError(url) from error
-        reason, may_pass = _explain(url, error)
+        reason, may_pass = _explain(url, error, action)
         failure = StoreError(f"{printable(url)}: {reason}")
         failure.may_pass = may_pass
         raise failure from error
 
 
-def _explain(url: str, error: Exception) -> tuple[str, bool]:
+def _explain(url: str, error: Exception, action: str) -> tuple[str, bool]:
     """Return what is wrong and what to do, in one line, and whether another attempt may succeed."""
-    classes = {kind.__name__ for cause in (error, error.__cause__, error.__context__) for kind in type(cause).__mro__}
+    causes = (error, error.__cause__, error.__context__)
+    classes = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
     words = printable((str(error).strip().splitlines() or [type(error).__name__])[0])[:200]
     remedy = REMEDIES.get(EXTRAS.get(scheme(url), ""), "check the credentials")
     if classes & NO_CREDENTIALS or words.startswith(NO_ACCOUNT):
@@ -443,7 +448,10 @@ def _explain(url: str, error: Exception) -> tuple[str, bool]:
     if status == 401:
         return f"these credentials are not valid ({words}): {remedy}", False
     if isinstance(error, PermissionError) or status == 403 or GATED in classes:
-        return f"not allowed ({words}): give these credentials the right, or take others", False
+        # Other stores' words name the right.
+        call = next(filter(None, (getattr(cause, "operation_name", "") for cause in causes)), "")
+        right = f"the right s3:{RIGHTS.get(call, call)}" if call else "the right"
+        return f"not allowed to {action or 'do this'} ({words}): give these credentials {right}, or take others", False
     if "OfflineModeIsEnabled" in classes:
         return "HF_HUB_OFFLINE is set: unset it, or name a path of this machine", False
     if classes & UNREACHABLE:
