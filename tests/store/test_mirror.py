@@ -78,6 +78,9 @@ def plan(texts: Path, run: Path, url: str, **options: Any) -> Plan:
     return replace(running.plan(texts, run, **{**OPTIONS, **options}), store=store)
 
 
+DEEPER = replace(running.SHAPE, layers=3)
+
+
 def stored(url: str) -> StoredRun:
     return StoredRun(Location.open(url))
 
@@ -764,3 +767,114 @@ def test_runs_names_what_is_damaged(
     assert main(["runs", url]) == 4
     printed = capsys.readouterr().out
     assert "state.json is damaged: its hash differs" in printed and "state.json has 1 bytes instead of" in printed
+
+
+def test_only_a_run_that_is_named_is_pruned(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bucket or a folder above may hold runs that nobody thought of."""
+    for name in ("a", "b"):
+        for step in (1, 2):
+            _put_commit(stored(f"{url}/{name}"), step, -step)
+            folder = tmp_path / name / "checkpoints" / f"step-{step:06d}"
+            folder.mkdir(parents=True)
+            checkpoint_folder.write_commit(folder, checkpoint_folder.Commit(step=step, score=-step, files=()))
+    for above in (url, str(tmp_path)):
+        assert main(["runs", above, "--prune", "1"]) == 2
+        error = capsys.readouterr().err
+        assert f"{above} is above 2 runs, so name one: {above}/a, {above}/b" in error and error.count("\n") == 1
+    assert main(["runs", f"s3://{object_store.BUCKET}", "--prune", "1"]) == 2
+    steps = [[saved.step for saved in stored(f"{url}/{name}").list_checkpoints()] for name in ("a", "b")]
+    assert steps == [[1, 2], [1, 2]] and len(list(tmp_path.glob("*/checkpoints/*"))) == 4
+    for run in (f"{url}/a/", f"{tmp_path}/a/"):
+        assert main(["runs", run, "--prune", "1", "--json"]) == 0
+        assert len(json.loads(capsys.readouterr().out)["removed"]) == 1
+    assert [saved.step for saved in stored(f"{url}/a").list_checkpoints()] == [2]
+    assert len(list((tmp_path / "b" / "checkpoints").iterdir())) == 2
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_checkpoint_that_goes_away_while_it_is_read_is_not_damaged(
+    is_stored: bool, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "state.json").write_bytes(b"{}")
+    record = checkpoint_folder.record_file(tmp_path / "state.json")
+    commit = checkpoint_folder.Commit(step=3, score=None, files=(record,))
+    name = "step-000003-00000003" if is_stored else "step-000003"
+    local, remote = tmp_path / "run" / "checkpoints" / name, stored(url).checkpoints / name
+    if is_stored:
+        (remote / "state.json").write(b"{}")
+        (remote / "COMMIT").write(checkpoint_folder.encode_commit(commit))
+    else:
+        local.mkdir(parents=True)
+        shutil.copy(tmp_path / "state.json", local)
+        checkpoint_folder.write_commit(local, commit)
+    read_stored, read_local = Location.hash, checkpoint_folder.find_difference
+
+    def prune_then_hash(location: Location) -> str:
+        stored(url).remove(name)
+        return read_stored(location)
+
+    def prune_then_compare(folder: Path, file: checkpoint_folder.FileRecord) -> str:
+        shutil.rmtree(folder)
+        return read_local(folder, file)
+
+    where, begin = (url, str(remote)) if is_stored else (str(tmp_path / "run"), str(local))
+    assert main(["runs", where, "--verify"]) == 0
+    assert "whole, every byte compared" in capsys.readouterr().out
+    monkeypatch.setattr(Location, "hash", prune_then_hash)
+    monkeypatch.setattr(checkpoint_folder, "find_difference", prune_then_compare)
+    assert main(["runs", where, "--verify"]) == 0
+    assert f"{begin} was removed meanwhile, so it is not listed" in capsys.readouterr().out
+
+
+def test_a_lost_file_of_a_checkpoint_that_is_there_is_damage(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _put_commit(stored(url), 3, 1.0)
+
+    def lose(*_: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(StoredRun, "check_hashes", lose)
+    assert main(["runs", url, "--verify"]) == 4
+    assert "a file is missing" in capsys.readouterr().out
+
+
+def test_runs_are_found_beside_a_folder_that_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.verbs.runs import answer
+
+    for name in ("a", "b"):
+        (tmp_path / name / "checkpoints" / "step-000001").mkdir(parents=True)
+    scan = os.scandir
+
+    def scan_late(path: Any) -> Any:
+        if os.fspath(path).endswith("step-000001"):
+            raise FileNotFoundError(path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_late)
+    assert answer._local_names(str(tmp_path)) == [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shape": DEEPER}, r" holds a run of another model \(model.layers=2 there and 3 here\)"),
+        ({"sequence": 16}, r": step-000004-\w+: trained with recipe.sequence=12, the plan says recipe.sequence=16"),
+        ({"optimizer_states": "bf16"}, r": step-000004-\w+ holds optimizer states of recipe.optimizer_states=fp32"),
+        ({}, r": step-000004-\w+: trained with other text or another split"),
+    ],
+    ids=["model", "sequence", "optimizer", "text"],
+)
+def test_a_store_that_the_plan_cannot_resume_from_is_refused_before_the_download(
+    change: dict[str, Any], message: str, texts: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop.run(plan(texts, tmp_path / "run", url, steps=4))
+    wipe(tmp_path / "run")
+    if not change:
+        (tmp_path / "other").mkdir()
+        for file in texts.iterdir():
+            (tmp_path / "other" / file.name).write_text(file.read_text() + "more\n")
+        texts = tmp_path / "other"
+    monkeypatch.setattr(Location, "download", lambda *_, **__: pytest.fail("a file was downloaded"))
+    with pytest.raises(CheckpointError, match=re.escape(f"store.url='{url}'") + message):
+        loop.run(plan(texts, tmp_path / "run", url, **{"steps": 6, **change}), resume="auto")

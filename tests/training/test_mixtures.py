@@ -114,10 +114,10 @@ def test_other_weights_or_sources_are_refused_on_resume(make: Make, tmp_path: Pa
     with pytest.raises(CheckpointError) as error:
         loop.run(make(weights=(1, 1)), resume="auto")
     assert str(error.value).endswith(
-        "trained with weights 3, 1 of its sources, the plan says weights 1, 1: the place in the data cannot be carried "
-        "over; keep what it was trained with, or start a new run from its export"
+        "trained with data.mixture.weight=[3, 1], the plan says data.mixture.weight=[1, 1]: the place in the data "
+        "cannot be carried over; keep what it was trained with, or start a new run from its export"
     )
-    with pytest.raises(CheckpointError, match="weights 3, 1 of its sources, the plan says weights none"):
+    with pytest.raises(CheckpointError, match=r"weight=\[3, 1\], the plan says data.mixture.weight=\[\]"):
         loop.run(alone(make(), 0, str(tmp_path / "run")), resume="auto")
 
 

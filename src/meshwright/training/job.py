@@ -3,12 +3,14 @@
 Each of these can still refuse.
 """
 
+import json
 import logging
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +26,7 @@ from meshwright.parallel.groups.group import Group, RankZero, agree, check_same
 from meshwright.parallel.groups.mesh import saving_group
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.pipeline.pass_graphs import check_device
-from meshwright.spec import Plan
+from meshwright.spec import Plan, parameters
 from meshwright.spec.errors import CheckpointError, DamagedCheckpoint, PlanError, RunError, StoreError, argument
 from meshwright.spec.recipe.recipe import UNREAD, DataRead
 from meshwright.spec.rules.legal import check_offload
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from meshwright.store.stored_run import StoredRun
 
 log = logging.getLogger(__name__)
+LABELS = ("model.name", "model.family", "model.init")
+"""Keys of a model on which no tensor of a checkpoint depends."""
 MEASURED_ROWS = 256
 """Rows whose documents are measured at the start."""
 ECHO_S = 1.0
@@ -70,6 +74,8 @@ def check_resume(plan: Plan, resume: str) -> int | None:
         from meshwright.store.stored_run import check_store
 
         stored_step = check_store(plan.store, resume, Path(plan.run))
+        if stored_step is not None and resume == "auto":
+            check_stored_model(plan)
     # Only a run that begins reads first weights; adapters need their base every time.
     fresh = resume == "no" or (
         resume == "auto"
@@ -91,35 +97,63 @@ def check_resumed(plan: Plan, corpus: Corpus, checkpoint_path: Path) -> None:
                 f"its folder as {argument('model', 'DIR')}"
             )
         return
-    values = checkpoint.read_values(checkpoint_path)
-    for what, planned in (("sequence", plan.recipe.sequence), ("seed", plan.recipe.seed)):
-        if values[what] != planned:
-            raise _position_error(checkpoint_path, f"recipe.{what}={values[what]}", f"recipe.{what}={planned}")
+    check_values(plan, corpus, checkpoint.read_values(checkpoint_path), checkpoint_path)
+
+
+def check_stored_model(plan: Plan) -> None:
+    """Raise CheckpointError if the run in the plan's store has another model. Its plan.yaml tells, which is small."""
+    stored_plan = plan
+    with TemporaryDirectory(prefix="meshwright-") as folder, suppress(FileNotFoundError, PlanError):
+        file = Path(folder) / "plan.yaml"
+        file.write_bytes((_open_store(plan.store.url).location / file.name).read())
+        stored_plan = planfile.read(file, notes=[])
+    if parameters(stored_plan.model) == parameters(plan.model):
+        return
+    theirs, ours = (dict(dotted_keys(planfile.dump(each)["model"], "model.")) for each in (stored_plan, plan))
+    keys = [key for key in ours | theirs if theirs.get(key) != ours.get(key) and key not in LABELS]
+    differences = ", ".join(f"{key}={theirs.get(key)} there and {ours.get(key)} here" for key in keys)
+    raise CheckpointError(
+        f"{argument('store.url', plan.store.url)} holds a run of another model ({differences}): take the model of its "
+        f"plan.yaml, or choose another {argument('store.url')}"
+    )
+
+
+def check_stored_values(plan: Plan, corpus: Corpus, stored: "StoredRun", name: str) -> None:
+    """Raise CheckpointError for a checkpoint in the store that the plan cannot resume from, before its download."""
+    values: dict[str, Any] = {}
+    # A damaged one is left to the download, which passes over it.
+    with suppress(FileNotFoundError, DamagedCheckpoint):
+        content = (stored.checkpoints / name / checkpoint.STATE).read()
+        if checkpoint_folder.new_hash(content).hexdigest() in {file.sha256 for file in stored.read_commit(name).files}:
+            values = json.loads(content)
+    if "seed" in values:  # an imported model has none, and resumes under any recipe
+        check_values(plan, corpus, values, f"{argument('store.url', plan.store.url)}: {name}")
+
+
+def check_values(plan: Plan, corpus: Corpus, values: dict[str, Any], checkpoint_path: Path | str) -> None:
+    """Raise CheckpointError unless a run resumes from a checkpoint with these values. `checkpoint_path`: its name."""
+    recipe, data, samples = plan.recipe, plan.data, plan.data.form == "samples"
+    positions = {
+        "recipe.sequence": (values["sequence"], recipe.sequence),
+        "recipe.seed": (values["seed"], recipe.seed),
+        "data.mixture.weight": (values.get("weights", []), mixture_weights(data)),
+        **{f"data.{what}": (values.get(what), getattr(data, what)) for what in DATA_KEYS if samples},
+        "data.malformed": (values.get("malformed", TEXT.malformed), data.malformed),
+    }
+    for what, (saved, planned) in positions.items():
+        if saved != planned:
+            raise _position_error(checkpoint_path, f"{what}={saved}", f"{what}={planned}")
     for key, default in STATE_KEYS.items():
-        saved, planned = values.get(key, default), getattr(plan.recipe, key)
+        saved, planned = values.get(key, default), getattr(recipe, key)
         if saved != planned:
             raise CheckpointError(
                 f"{checkpoint_path} holds optimizer states of recipe.{key}={saved}, and the plan has "
                 f"recipe.{key}={planned}: take recipe.{key}={saved}, or start a new run from its export"
             )
-    saved_weights, planned_weights = values.get("weights", []), mixture_weights(plan.data)
-    if saved_weights != planned_weights:
-        raise _position_error(
-            checkpoint_path,
-            f"weights {_list_weights(saved_weights)} of its sources",
-            f"weights {_list_weights(planned_weights)}",
-        )
-    for what in DATA_KEYS if plan.data.form == "samples" else ():
-        saved, planned = values.get(what), getattr(plan.data, what)
-        if saved != planned:
-            raise _position_error(checkpoint_path, f"data.{what}={saved}", f"data.{what}={planned}")
-    saved_handling, planned_handling = values.get("malformed", TEXT.malformed), plan.data.malformed
-    if saved_handling != planned_handling:
-        raise _position_error(checkpoint_path, f"data.malformed={saved_handling}", f"data.malformed={planned_handling}")
     if values["data"] != corpus.fingerprint:
-        samples = ", another template, train_on or thinking" if plan.data.form == "samples" else ""
+        others = ", another template, train_on or thinking" if samples else ""
         raise _position_error(
-            checkpoint_path, f"other text or another split or tokenizer{samples}", f"data={plan.data.title}"
+            checkpoint_path, f"other text or another split or tokenizer{others}", f"data={data.title}"
         )
     if values.get("base", "") != base_fingerprint(plan):
         raise CheckpointError(
@@ -144,11 +178,7 @@ def find_data_read(checkpoint_path: Path | None) -> DataRead:
     return DataRead(steps=values["step"], rows=values["cursor"], tokens=values["tokens"])
 
 
-def _list_weights(weights: Sequence[float]) -> str:
-    return ", ".join(f"{weight:g}" for weight in weights) or "none"
-
-
-def _position_error(checkpoint_path: Path, saved: str, planned: str) -> CheckpointError:
+def _position_error(checkpoint_path: Path | str, saved: str, planned: str) -> CheckpointError:
     return CheckpointError(
         f"{checkpoint_path}: trained with {saved}, the plan says {planned}: the place in the data cannot be carried "
         "over; keep what it was trained with, or start a new run from its export"
@@ -230,19 +260,11 @@ def open_job(
         device, recipe.precision, tf32=recipe.tf32, deterministic=recipe.deterministic, products=recipe.products
     )
     job = Job(
-        plan=plan,
-        resume=resume,
-        mesh=mesh,
-        rank_zero=rank_zero,
-        device=device,
-        pulse=pulse,
+        plan=plan, resume=resume, mesh=mesh, rank_zero=rank_zero, device=device, pulse=pulse,
         saving=saving_group(mesh) if plan.layout.saves_behind(device.type) else None,
-        forecast=forecast or Forecast(),
-        leftover_warning=leftover_warning,
-        disk_warning=disk_warning,
-        stored_step=stored_step,
-        sharing=sharing,
-    )
+        forecast=forecast or Forecast(), leftover_warning=leftover_warning, disk_warning=disk_warning,
+        stored_step=stored_step, sharing=sharing,
+    )  # fmt: skip
     if execution:
         job.add_lines(("execution", execution))
     if sharing is not None:
@@ -297,7 +319,7 @@ def open_run_folder(job: Job, corpus: Corpus) -> Iterator[RunFolder]:
             stack.push(lambda kind, error, trace: drop_unbegun(path) if kind else None)
         if lock := prepare_machines(job, path):
             stack.callback(lock.release)
-        fetch_newest(job, path)
+        fetch_newest(job, path, corpus)
         created = job.rank_zero.run(lambda: _create_folder(job, path, corpus))
         copy_to_machines(job, path / GENERATION)
         yield stack.enter_context(created) if created is not None else RunFolder(path=path, plan=job.plan)
@@ -376,7 +398,7 @@ def copy_to_machines(job: Job, file: Path) -> None:
     agree(write if is_first else lambda: None, job.mesh["world"].process_group)
 
 
-def fetch_newest(job: Job, run: Path) -> None:
+def fetch_newest(job: Job, run: Path, corpus: Corpus) -> None:
     """Bring the newest checkpoint of the plan's store to local disk, unless that has one as new. All ranks together."""
     if not job.plan.store.url or job.resume != "auto":
         return
@@ -392,6 +414,7 @@ def fetch_newest(job: Job, run: Path) -> None:
     def choose() -> str:
         name = choose_newer(stored, run, damaged, everywhere=job.sharing is not None)
         if name:
+            check_stored_values(job.plan, corpus, stored, name)
             stored.fetch_records(run)
         local = checkpoint_folder.find_latest(run / "checkpoints") if job.sharing is not None else None
         if local is not None and local.name > name.rpartition("-")[0]:

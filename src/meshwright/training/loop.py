@@ -120,20 +120,13 @@ def find_start(job: Job, corpus: Corpus, rows: NumberedRows, folder: RunFolder) 
     # Remaining steps are counted from the data read so far, perhaps in steps of another size.
     job.plan = replace(job.plan, recipe=job.plan.recipe.over(len(rows), read))
     reference = Reference(
-        plan=job.plan,
-        corpus=corpus,
-        device=job.device,
-        rank_zero=job.rank_zero,
-        run=folder.path,
+        plan=job.plan, corpus=corpus, device=job.device, rank_zero=job.rank_zero, run=folder.path,
         checkpoint_path=checkpoint_path,
-    )
+    )  # fmt: skip
     return Start(
-        folder=replace(folder, plan=job.plan),
-        checkpoint_path=checkpoint_path,
-        read=read,
-        earlier_recipe=earlier_recipe,
-        reference=reference,
-    )
+        folder=replace(folder, plan=job.plan), checkpoint_path=checkpoint_path, read=read,
+        earlier_recipe=earlier_recipe, reference=reference,
+    )  # fmt: skip
 
 
 def find_checkpoint(job: Job, folder: RunFolder) -> Path | None:
@@ -182,12 +175,9 @@ def restore_or_initialize(job: Job, start: Start) -> tuple[TrainState, Share]:
     # A checkpoint holds only what is trained: an adapter's frozen base comes from its source in every process.
     needs_first_weights = checkpoint_path is None or reference.needs_first_weights or has_adapters
     state = new_state(
-        plan,
-        job.mesh,
-        job.device,
-        initialize=needs_first_weights and is_random,
+        plan, job.mesh, job.device, initialize=needs_first_weights and is_random,
         adapters=needs_first_weights and has_adapters,
-    )
+    )  # fmt: skip
     state.base, state.first_weights = base_fingerprint(plan), reference.first_weights
     columns = state.engine.columns(plan.recipe.sequence)
     share = Share(index=job.mesh.reader, parts=plan.layout.dp, columns=columns)
@@ -216,20 +206,11 @@ def new_state(plan: Plan, mesh: Mesh, device: torch.device, *, initialize: bool,
     # Ranks with the same tokens draw the same dropout; stages of a pipeline draw their own.
     seed_everything(recipe.seed + mesh.reader + plan.layout.dp * mesh["pp"].index)
     engine = build_engine(
-        plan.model,
-        replace(plan.layout, compile="off") if rounds else plan.layout,
-        mesh=mesh,
-        device=device,
-        dtype=DTYPES[recipe.precision],
-        reduce_dtype=reduce_dtype(recipe),
-        micro_batches=plan.micro_batches,
-        seed=recipe.seed,
-        dropout=recipe.dropout,
-        products=recipe.products,
-        initialize=initialize,
-        adapters=adapters,
+        plan.model, replace(plan.layout, compile="off") if rounds else plan.layout, mesh=mesh, device=device,
+        dtype=DTYPES[recipe.precision], reduce_dtype=reduce_dtype(recipe), micro_batches=plan.micro_batches,
+        seed=recipe.seed, dropout=recipe.dropout, products=recipe.products, initialize=initialize, adapters=adapters,
         masters=shards_are_masters(recipe.precision, plan.layout, recipe.storage, recipe.reduce_dtype),
-    )
+    )  # fmt: skip
     round_weights(engine, recipe.fake_quantize)
     scaler = LossScaler(device) if recipe.precision == "fp16" else None
     return TrainState(engine, Optimizer.for_engine(engine, recipe), scaler, Progress(), StepSkipper(device))
@@ -251,13 +232,9 @@ def load_checkpoint(state: TrainState, folder: RunFolder, checkpoint_path: Path)
 
 
 def build_task(
-    job: Job,
-    corpus: Corpus,
-    start: Start,
-    share: Share,
-    targets: "TeacherTargets | None",
+    job: Job, corpus: Corpus, start: Start, share: Share, targets: "TeacherTargets | None",
     sampler: AnswerSampler | None,
-) -> Task:
+) -> Task:  # fmt: skip
     """Return what the run minimizes. A teacher that runs along with the student is built here."""
     if not job.plan.recipe.traits.teacher:
         return start.reference.task()
