@@ -1,8 +1,9 @@
 """What a run folder is taken for: documents of the same program, records that are numbers, folders of one plan."""
 
 import json
+import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import pytest
 
 from meshwright import __version__
 from meshwright.observe.compare.comparison import columns
-from meshwright.observe.compare.finished_run import open_run, refuse_other, same_program
+from meshwright.observe.compare.finished_run import goodput_document, open_run, refuse_other, same_program
 from meshwright.observe.dryrun.document import dry_run_document
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.shared_document import SharedDocument, parse_document
 from meshwright.spec import Plan
 from meshwright.spec.errors import RunError
+from meshwright.training.step.watch import Goodput
 from tests.observe.folders import ALONE, PLAN, dry_run_json, metric_rows, profile_json, write_run
 from tests.verbs.toy import call, refused
 
@@ -158,3 +160,27 @@ def test_that_kinds_are_of_the_program_uncompiled_stands_in_the_comparison(tmp_p
     note = "kinds of memory are of the program uncompiled"
     run = open_run(write_run(tmp_path / "run", steps=steps, profile=profile_json(PLAN) | {"notes": [note]}))
     assert f"a profile of the plan (profile.json); {note}" in columns(run)[2].about
+
+
+@pytest.mark.parametrize(
+    ("interruptions", "hours", "rate"),
+    [
+        (0, 0.5, None),
+        (1, 0.5, None),
+        (1, 5.0, r"assumed: the rate of .*; 1 interruption in 5 h 00 min would be too few to measure one"),
+        (2, 5.0, r"assumed: the rate of .*; 2 interruptions in 5 h 00 min would be too few to measure one"),
+        (3, 0.5, r"measured: 3 interruptions in 30 min"),
+    ],
+)
+def test_few_failures_give_no_failure_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interruptions: int, hours: float, rate: str | None
+) -> None:
+    seconds = dict.fromkeys([field.name for field in fields(Goodput) if field.name.endswith("_seconds")], 10.0)
+    account = Goodput(
+        processes=interruptions + 1, interruptions=interruptions, steps=100, saves=4,
+        **{**seconds, "wall_seconds": 3600 * hours, "productive_seconds": 1000 * hours},
+    )  # fmt: skip
+    monkeypatch.setattr("meshwright.observe.compare.finished_run.read_goodput", lambda path: account)
+    document = goodput_document(open_run(write_run(tmp_path / "run")))
+    assert document is not None
+    assert bool(document["advice"]) == (rate is not None) and re.search(rate or "^$", document["advice"])

@@ -39,6 +39,8 @@ COMPARED = ("sequence", "global_batch", "precision", "reduce_dtype", "dropout", 
 """Keys of a recipe on which memory, traffic or time depend."""
 SWITCHES = ("clip", "balance_loss", "noise_scale_every")
 """Keys that matter only as zero or not: a norm, a loss, a copy of all gradients, or none."""
+LEAST_INTERRUPTIONS = 3
+"""Fewer give no failure rate: the 90 % interval of one after a single failure spans a factor of 90, after three 9."""
 IGNORED = ("compile", "cuda_graphs", "saving")
 """Keys of a layout that may differ. Neither a dry run nor a profile saves."""
 
@@ -99,16 +101,10 @@ def open_run(path: Path) -> FinishedRun:
         raise RunError(f"{path} is damaged or of another program: {error}") from None
     steps, evaluations, incidents = metric_records(path / "metrics.jsonl")
     run = FinishedRun(
-        path=path,
-        plan=plan,
-        steps=steps,
-        evaluations=evaluations,
-        incidents=incidents,
-        ledger=_read_ledger(path / "ledger.json"),
-        dryrun=read(path / DRYRUN, "dryrun"),
-        profile=read(path / PROFILE, "measured"),
-        peaks=_read_peaks(path / "ledger.json"),
-    )
+        path=path, plan=plan, steps=steps, evaluations=evaluations, incidents=incidents,
+        ledger=_read_ledger(path / "ledger.json"), dryrun=read(path / DRYRUN, "dryrun"),
+        profile=read(path / PROFILE, "measured"), peaks=_read_peaks(path / "ledger.json"),
+    )  # fmt: skip
     if not run.steps and run.profile is None:
         raise RunError(f"{path} holds no step of a run yet: train it first, or profile its plan")
     _refuse_batch(run)
@@ -136,26 +132,24 @@ def _refuse_batch(run: FinishedRun) -> None:
 def goodput_document(run: FinishedRun) -> dict[str, Any] | None:
     """Return the account of a run's wall time, with words and with an advice on saves. None = the run kept none.
 
-    A run of less than an hour without a failure tells nothing about failures, and gets no advice.
+    A run of less than an hour with fewer than LEAST_INTERRUPTIONS tells nothing about failures, and gets no advice. In
+    a longer one the advice assumes a rate, and says so.
     """
     from meshwright.planner.rent.goodput import HOUR_S, Conditions, RunTiming
 
     account = read_goodput(run.path / "goodput.jsonl")
     if account is None:
         return None
-    document = {
-        "share": account.share,
-        **asdict(account),
-        "words": f"{account.words}{_name_incidents(run)}",
-        "advice": "",
-    }
+    words = f"{account.words}{_name_incidents(run)}"
+    document = {"share": account.share, **asdict(account), "words": words, "advice": ""}
     step_s, number = account.productive_seconds / max(1, account.steps), account.interruptions
-    if step_s and account.saves and (number or account.wall_seconds >= HOUR_S):
+    is_measured = number >= LEAST_INTERRUPTIONS
+    if step_s and account.saves and (is_measured or account.wall_seconds >= HOUR_S):
         assumed, save_s = Conditions(), account.save_seconds / account.saves
         steps_s = run.plan.recipe.steps * step_s
         beside = (account.evaluation_seconds + account.data_wait_seconds) / account.productive_seconds
         mtbf_s, restart_s = assumed.mtbf_device_hours * HOUR_S / run.plan.layout.world, account.start_seconds
-        if number:
+        if is_measured:
             mtbf_s = account.wall_seconds / number
             # Measured with all waits for nodes. Failures shortened some restarts: this is the length of a whole one.
             restart_s = -mtbf_s * math.log1p(-account.restart_seconds / number / mtbf_s)
@@ -165,8 +159,10 @@ def goodput_document(run: FinishedRun) -> dict[str, Any] | None:
             # How long a background write takes was not measured.
             write_s=0.0, hardware=0.0, repair_s=0.0, nodes=1, spares=0,
         )  # fmt: skip
-        measured = f"measured: {many(number, 'interruption')} in {duration(account.wall_seconds)}"
-        document["advice"] = timing.at_best(step_s).advice(step_s, measured if number else assumed.rate)
+        counted = f"{many(number, 'interruption')} in {duration(account.wall_seconds)}"
+        rate = f"measured: {counted}" if is_measured else assumed.rate
+        rate += f"; {counted} would be too few to measure one" if number and not is_measured else ""
+        document["advice"] = timing.at_best(step_s).advice(step_s, rate)
     return document
 
 
@@ -186,19 +182,15 @@ def training_document(run: FinishedRun) -> SharedDocument | None:
     seconds = _median_of(steady, "step_seconds")
     base = run.ledger or SharedDocument(source="measured")
     waited = _median_of(steady, "data_wait_seconds")
+    tokens = recipe.global_batch * recipe.sequence
     return replace(
-        base,
-        peak_bytes=max(run.peaks, default=None),
+        base, peak_bytes=max(run.peaks, default=None),
         peak_rank=run.peaks.index(max(run.peaks)) if run.peaks else None,
-        time=() if waited is None else (TimePart(what="data", seconds=waited),),
-        step_seconds=seconds,
-        tokens_per_second_per_device=recipe.global_batch * recipe.sequence / seconds / layout.world
-        if seconds
-        else None,
-        mfu_causal=_median_of(steady, "mfu_causal"),
-        mfu_full=_median_of(steady, "mfu_full"),
+        time=() if waited is None else (TimePart(what="data", seconds=waited),), step_seconds=seconds,
+        tokens_per_second_per_device=tokens / seconds / layout.world if seconds else None,
+        mfu_causal=_median_of(steady, "mfu_causal"), mfu_full=_median_of(steady, "mfu_full"),
         hfu=_median_of(steady, "hfu"),
-    )
+    )  # fmt: skip
 
 
 def same_program(plan: Plan, document: SharedDocument) -> bool:
