@@ -133,6 +133,22 @@ def scaled_gradient(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor
     return torch.mul(total, factor, out=total.new_empty(total.shape, dtype=dtype))
 
 
+def take_gradients(ctx: Any, factor: Tensor, name: str) -> tuple[Tensor | None, Tensor | None]:
+    """Multiply the gradients that the forward pass of `name` left in `ctx` by factor (), once."""
+    if ctx.dtype is None:
+        raise RuntimeError(f"{name} keeps its gradients for one backward pass only")
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"{name} has no second derivative: its gradients were made without a graph")
+    x_gradient, weight_gradient = ctx.x_gradient, ctx.weight_gradient
+    if x_gradient is not None:
+        x_gradient.mul_(factor)
+    if weight_gradient is not None:
+        weight_gradient = scaled_gradient(weight_gradient, factor, ctx.dtype)
+    # The gradients were scaled in place, so a second pass would scale them again.
+    ctx.x_gradient = ctx.weight_gradient = ctx.dtype = None
+    return x_gradient, weight_gradient
+
+
 IGNORED = -100
 MIN_CHUNK_ROWS = 256
 FEWEST_LEFT_OUT = 0.25
@@ -427,18 +443,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @takes("logits")
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        if ctx.dtype is None:
-            raise RuntimeError("linear_cross_entropy keeps its gradients for one backward pass only")
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError("linear_cross_entropy has no second derivative: its gradients were made without a graph")
-        x_gradient, weight_gradient = ctx.x_gradient, ctx.weight_gradient
-        if x_gradient is not None:
-            x_gradient.mul_(gradient)
-        if weight_gradient is not None:
-            weight_gradient = scaled_gradient(weight_gradient, gradient, ctx.dtype)
-        # The gradients were scaled in place, so a second pass would scale them again.
-        ctx.x_gradient = ctx.weight_gradient = ctx.dtype = None
-        return x_gradient, weight_gradient, *(None,) * 5
+        return *take_gradients(ctx, gradient, "linear_cross_entropy"), *(None,) * 5
 
 
 @takes("logits")

@@ -34,7 +34,7 @@ from meshwright.kernels.loss.cross_entropy import (
     Vocabulary,
     chunk_rows,
     multiplied_rows,
-    scaled_gradient,
+    take_gradients,
 )
 from meshwright.spec.memory.held import takes
 
@@ -362,17 +362,7 @@ class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     @takes("logits")
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:
-        if ctx.dtype is None:
-            raise RuntimeError("linear_divergence keeps its gradients for one backward pass only")
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError("linear_divergence has no second derivative: its gradients were made without a graph")
-        x_gradient, weight_gradient = ctx.x_gradient, ctx.weight_gradient
-        if x_gradient is not None:
-            x_gradient.mul_(gradient)
-        if weight_gradient is not None:
-            weight_gradient = scaled_gradient(weight_gradient, gradient, ctx.dtype)
-        ctx.x_gradient = ctx.weight_gradient = ctx.dtype = None
-        return x_gradient, weight_gradient, *(None,) * 5
+        return *take_gradients(ctx, gradient, "linear_divergence"), *(None,) * 5
 
 
 @takes("logits")
