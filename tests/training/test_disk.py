@@ -63,6 +63,7 @@ def test_room_for_one_and_not_for_all_is_said(texts: Path, tmp_path: Path, monke
     assert watcher.info is not None
     [note] = [text for label, text in watcher.info.foreseen if label == "note"]
     assert "up to 4 checkpoints of" in note and "recipe.keep_last=2" in note
+    assert note.endswith("the one being written): it may fill up before the end")
     has(monkeypatch, 16)  # nothing is left to be saved
     assert loop.run(plan, resume="auto").step == 4
     has(monkeypatch, GIB)

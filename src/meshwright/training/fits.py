@@ -297,5 +297,5 @@ def check_space(plan: Plan) -> str | None:
         return None
     return (
         f"the disk of {run} has {gib(free)} free, and up to {many(most, 'checkpoint')} of {gib(size)} are there at "
-        f"once (recipe.keep_last={recipe.keep_last}, the best, the one being written): it will be full before the end"
+        f"once (recipe.keep_last={recipe.keep_last}, the best, the one being written): it may fill up before the end"
     )

@@ -179,3 +179,4 @@ def test_conditions_out_of_range_are_refused() -> None:
         with pytest.raises(ArgumentError, match=name):
             asked_conditions(**{name: number})  # type: ignore[arg-type]  # one of several types
     assert asked_conditions(mtbf=2000).rate == "one per 2,000 hours of a device"
+    assert asked_conditions(mtbf=1).rate == "one per 1 hour of a device"

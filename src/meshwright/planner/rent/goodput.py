@@ -75,7 +75,7 @@ class Conditions:
     def rate(self) -> str:
         """Words on the failure rate, which name the assumption if it is the default."""
         if self.mtbf_device_hours != LLAMA_3.mtbf_device_hours:
-            return f"one per {self.mtbf_device_hours:,.0f} hours of a device"
+            return f"one per {self.mtbf_device_hours:,.0f} hour{'s' * (round(self.mtbf_device_hours) != 1)} of a device"
         record = LLAMA_3
         return (
             f"assumed: the rate of {record.name}, {record.interruptions:g} unexpected interruptions in "
