@@ -294,10 +294,9 @@ def test_bad_rows_are_named_however_many_processes_read(folder: Path) -> None:
         rows[bad] = {"messages": [{"role": "user"}]}
     path = write(folder, rows)
     for processes in (1, 3):
-        lines = [f"{path}, line {line}: message 1 of 'messages' (user) has neither content nor tool_calls"
-                 for line in (151, 251, 391)]  # fmt: skip
+        named = f"{path}, 3 lines (151, 251, 391): message 1 of 'messages' (user) has neither content nor tool_calls"
         remedy = " (data.malformed=skip leaves them out)"
-        assert refused(folder, processes=processes) == f"3 of 400 rows are no samples{remedy}: {'; '.join(lines)}"
+        assert refused(folder, processes=processes) == f"3 of 400 rows are no samples{remedy}: {named}"
 
 
 def test_a_damaged_cache_is_made_anew(folder: Path) -> None:

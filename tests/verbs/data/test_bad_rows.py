@@ -98,8 +98,8 @@ def test_all_rows_that_are_no_samples_are_named(capsys: pytest.CaptureFixture[st
     Path("many.jsonl").write_text("\n".join([json.dumps(GOOD), *[bad] * 1234]))
     message = refused(capsys, "data=many.jsonl")
     remedy = " (data.malformed=skip leaves them out)"
-    assert message.startswith(f"1,234 of 1,235 rows are no samples{remedy}: many.jsonl, line 2: ")
-    assert "many.jsonl, line 21: " in message and "line 22: " not in message and message.endswith("; and 1,214 more")
+    assert message.startswith(f"1,234 of 1,235 rows are no samples{remedy}: many.jsonl, 20 lines (2, 3, 4, ")
+    assert ", 20, 21): message 1 of 'messages': the content is int" in message and message.endswith("; and 1,214 more")
 
 
 def test_conversations_are_shown_without_being_told_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
