@@ -1,4 +1,4 @@
-"""Which process trains the run behind a URL: two at once, each with a disk of its own, would ruin it for both.
+"""Ownership of a run behind a URL: one process trains it. Two, each with a disk of its own, would ruin it for both.
 
 The upload process of rank 0 writes URL/.owner every BEAT_S, with a number that it raises. A process that starts waits
 until the number stays, for SILENT_S: clocks of machines differ. After a process that ended by itself, and after one of

@@ -104,8 +104,9 @@ def asked_conditions(
         if not least <= number <= most:
             raise ArgumentError(name, number, f"must be at least {least:g} and at most {most:,.10g}")
         asked[key] = number * unit
-    # Whoever names the bandwidth of a node knows the storage.
-    return Conditions(**asked, **({"storage_limit": inf} if storage is not None else {}))
+    if storage is not None:  # who names the bandwidth of a node knows the whole
+        asked["storage_limit"] = inf
+    return Conditions(**asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
