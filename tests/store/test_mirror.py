@@ -28,18 +28,23 @@ from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import CheckpointError, PlanError, RunError, StoreError
 from meshwright.spec.plan.plan import Store
 from meshwright.store import checkpoint_folder, durable, mirror
-from meshwright.store.mirror import Uploader
+from meshwright.store.mirror import Mirror, Uploader
+from meshwright.store.owner import OWNER, Ownership, Process
 from meshwright.store.run_folder import RunLock
 from meshwright.store.saver import UPLOADED
 from meshwright.store.stored_run import StoredRun
 from meshwright.training import loop
 from meshwright.training.job import check_without_common_folder
+from meshwright.training.step import spikes
+from meshwright.training.step.batches import PackedRows
 from meshwright.verbs.main import main
 from tests.remote import object_store
 from tests.remote.object_store import FaultyStore
 from tests.training import running
-from tests.training.running import Crashed, PowerCut, Terminated, assert_same_end
+from tests.training.running import Crashed, CrashedAgain, PowerCut, Terminated, assert_same_end
+from tests.verbs.faults import Garbage
 
+HERE = Process.find(os.getpid())
 OPTIONS: dict[str, Any] = {"steps": 14, "eval_every": 3, "checkpoint_every": 4}
 
 
@@ -115,6 +120,66 @@ def test_failing_requests_cost_time_alone(
     faulty.share = 0.0
     assert_same_end(tmp_path / "broken", tmp_path / "whole")
     assert not stored(url).list_checkpoints()[-1].problem
+
+
+SPIKE: dict[str, Any] = {"steps": 40, "keep_last": 3, "rollback_spikes": 2}
+"""With rows without sense in steps 26 to 32: noticed after step 30, back to step 24."""
+
+
+@pytest.fixture
+def spoiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each checkpoint waits for the upload of the one before, so that none stays local."""
+    choose = Mirror.choose
+    monkeypatch.setattr(Mirror, "choose", lambda uploads, step, last: choose(uploads, step, last=True))
+    monkeypatch.setattr(PackedRows, "take", PackedRows.take)
+    for name in ("ENOUGH_STEPS", "HISTORY_STEPS", "DEVIATIONS"):
+        monkeypatch.setattr(spikes, name, getattr(spikes, name))
+    Garbage((range(25 * 4, 32 * 4),))(0)
+
+
+@pytest.mark.usefixtures("spoiled")
+@pytest.mark.parametrize(
+    ("crash", "options", "steps"),
+    [
+        (CrashedAgain(25), {"stored": 9}, [4, 8, 12, 16, 20, 24]),
+        (CrashedAgain(25), {"stored": 1}, [24]),
+        (Crashed(29), {"stored": 3}, [20, 24, 28]),
+    ],
+    ids=["after the rollback", "the store had only what is abandoned", "in the spike"],
+)
+def test_a_rollback_reaches_the_store(
+    texts: Path, tmp_path: Path, url: str, crash: Crashed, options: dict[str, Any], steps: list[int]
+) -> None:
+    """Killed and wiped around it. In the last case, only the store has a checkpoint from before the spike."""
+    options = {**SPIKE, "eval_every": 0, **options}
+    loop.run(running.plan(texts, tmp_path / "whole", **{**OPTIONS, **SPIKE, "eval_every": 0}))
+    with pytest.raises(PowerCut):
+        loop.run(plan(texts, tmp_path / "broken", url, **options), watchers=[crash])
+    assert [saved.step for saved in stored(url).list_checkpoints()] == steps
+    wipe(tmp_path / "broken")
+    loop.run(plan(texts, tmp_path / "broken", url, **options), resume="auto")
+    assert_same_end(tmp_path / "broken", tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("spoiled")
+def test_a_rollback_without_the_store_goes_on(
+    texts: Path, tmp_path: Path, url: str, server: tuple[str, FaultyStore], caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """What cannot be removed at once is removed by the next upload."""
+    forget, faulty = StoredRun.forget_later, server[1]
+
+    def fail(run: StoredRun, path: Path) -> bool:
+        faulty.share, faulty.statuses = 1.0, ("403 AccessDenied",)
+        try:
+            return forget(run, path)
+        finally:
+            faulty.share, faulty.statuses = 0.0, object_store.TRANSIENT
+
+    monkeypatch.setattr(StoredRun, "forget_later", fail)
+    loop.run(plan(texts, tmp_path / "run", url, **{**SPIKE, "eval_every": 0, "stored": 10}))
+    assert any("later checkpoints than step-000024 remain in the store" in line for line in caplog.messages)
+    assert [saved.step for saved in stored(url).list_checkpoints()] == list(range(4, 44, 4))
 
 
 def test_a_damaged_tier_is_repaired_from_the_other(texts: Path, tmp_path: Path, url: str) -> None:
@@ -366,6 +431,34 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> "list[subprocess.Popen[str]]":
     return processes
 
 
+def test_only_one_process_trains_a_run(texts: Path, tmp_path: Path, url: str) -> None:
+    """Another machine, which takes over while this one trains, ends it at the next upload, and keeps its mark."""
+    other = Ownership(Location.open(url), replace(HERE, host="node7", namespace="another machine"))
+
+    class TakenOver(running.Notes):
+        def stepped(self, metrics: Any) -> None:
+            if metrics.step == 6:
+                while _newest(url) < 4:
+                    time.sleep(0.05)
+                other.hold()
+            time.sleep(0.3 * (metrics.step > 8))  # until the upload of step 8 has been answered
+
+    with pytest.raises(StoreError, match=r"step 8 is not in the store: s3://.* has been taken over by another process"):
+        loop.run(plan(texts, tmp_path / "run", url, steps=400), watchers=[TakenOver()])
+    assert [saved.step for saved in stored(url).list_checkpoints()] == [4]
+    content = json.loads((Location.open(url) / OWNER).read())
+    assert content["process"]["host"] == "node7"
+
+
+def test_a_run_that_ends_leaves_no_owner(texts: Path, tmp_path: Path, url: str) -> None:
+    run = plan(texts, tmp_path / "run", url)
+    with pytest.raises(PowerCut):
+        loop.run(run, watchers=[Crashed(6)])
+    assert (Location.open(url) / OWNER).describe() is None
+    loop.run(run, resume="auto")
+    assert (Location.open(url) / OWNER).describe() is None
+
+
 def test_a_killed_process_is_started_again_at_the_next_checkpoint(
     texts: Path, tmp_path: Path, url: str, launched: "list[subprocess.Popen[str]]", caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -468,8 +561,8 @@ def test_the_last_records_are_those_of_the_finished_run(texts: Path, tmp_path: P
 
 
 def test_the_reason_of_another_ranks_failure_is_told(url: str) -> None:
-    uploader = Uploader(Store(url=url), rank=0, writers=2)
-    Uploader(Store(url=url), rank=1, writers=2).report_failure("step-000004-00000000", "the disk is gone")
+    uploader = Uploader(Store(url=url), 0, 2, HERE)
+    Uploader(Store(url=url), 1, 2, HERE).report_failure("step-000004-00000000", "the disk is gone")
     file = checkpoint_folder.FileRecord(name="shard-00002-of-00002.safetensors", size_bytes=1, sha256="")
     commit = checkpoint_folder.Commit(step=4, score=None, files=(file,))
     with pytest.raises(StoreError, match="rank 1 could not upload its files: the disk is gone"):
@@ -483,7 +576,7 @@ def test_a_damaged_local_file_is_not_uploaded(texts: Path, tmp_path: Path, url: 
     shard = next(path.glob("shard-*"))
     contents = shard.read_bytes()
     shard.write_bytes(contents[:-1] + bytes([(contents[-1] + 1) % 256]))
-    uploader = Uploader(Store(url=url), rank=0, writers=1)
+    uploader = Uploader(Store(url=url), 0, 1, HERE)
     with pytest.raises(StoreError, match=f"{shard.name} is damaged: its hash differs"):
         uploader.upload(path, "step-000004-00000000")
     shard.unlink()
@@ -640,6 +733,9 @@ def test_machines_without_a_common_folder_are_refused_at_the_start(texts: Path, 
     assert not list(tmp_path.glob("*/*"))
     stored = replace(training, store=Store(url="s3://bucket/run"))
     check_without_common_folder(stored, "auto")
+    back = replace(stored, recipe=replace(stored.recipe, keep_last=3, rollback_spikes=1))
+    with pytest.raises(PlanError, match=r"not every rank sees .* and recipe\.rollback_spikes=1 goes back on local"):
+        check_without_common_folder(back, "auto")
     pairs = replace(stored, data=replace(stored.data, form="pairs"), recipe=replace(stored.recipe, objective="dpo"))
     with pytest.raises(PlanError, match=r"not every rank sees .* and recipe\.objective=dpo has tables that all ranks"):
         check_without_common_folder(pairs, "auto")

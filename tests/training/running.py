@@ -100,6 +100,17 @@ class Crashed(Notes):
             raise PowerCut
 
 
+class CrashedAgain(Crashed):
+    """Ends the run the second time that a step is made."""
+
+    times = 0
+
+    def stepped(self, metrics: StepMetrics) -> None:
+        self.times += metrics.step == self.step
+        if self.times == 2:
+            raise PowerCut
+
+
 class PowerCut(Exception):
     """What `Crashed` raises."""
 

@@ -21,7 +21,7 @@ from meshwright.training.step import spikes
 from meshwright.training.step.batches import PackedRows
 from meshwright.training.step.spikes import SpikeWatch
 from tests.training import running
-from tests.training.running import Crashed, PowerCut, tensors
+from tests.training.running import Crashed, CrashedAgain, PowerCut, tensors
 from tests.verbs.faults import Garbage
 
 OPTIONS: dict[str, Any] = {"steps": 40, "checkpoint_every": 4, "keep_last": 3, "eval_every": 9}
@@ -137,19 +137,6 @@ def test_after_a_rollback_it_is_a_run_from_that_checkpoint_with_later_data(
     assert document is not None and document["words"].endswith("; 1 rollback before spikes (step 26)")
 
 
-class CrashedAgain(Crashed):
-    """Ends the run the second time that a step is made."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(step)
-        self.times = 0
-
-    def stepped(self, metrics: Any) -> None:
-        self.times += metrics.step == self.step
-        if self.times == 2:
-            raise PowerCut
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "crash",
@@ -242,11 +229,3 @@ def test_a_row_of_bad_steps_goes_back_too_and_ends_the_run_when_nothing_is_left(
 def test_what_cannot_go_back_is_refused(recipe: dict[str, Any], problem: str) -> None:
     with pytest.raises(PlanError, match=problem):
         Recipe(**{"rollback_spikes": 2, **recipe})
-
-
-def test_a_run_with_a_store_is_refused(texts: Path, tmp_path: Path) -> None:
-    """The store would keep the checkpoints of the spike, and a resumed run would take them."""
-    planned = running.plan(texts, tmp_path / "run", **OPTIONS, rollback_spikes=1)
-    assert not planned.violations()
-    stored = replace(planned, store=replace(planned.store, url="s3://bucket/spikes"))
-    assert any("take recipe.rollback_spikes=0, or no store" in violation for violation in stored.violations())

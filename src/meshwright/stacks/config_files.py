@@ -310,7 +310,9 @@ def slurm_head(
     return [
         "#!/usr/bin/env bash",
         # sbatch reads its directives up to the first command, so they stand at the top.
-        *(f"#SBATCH {option}" for option in (*asked, *directives)), f"# {title}",
+        *(f"#SBATCH {option}" for option in (*asked, *directives)),
+        "# Yours, where the cluster asks for them. Delete one # to switch a line on:",
+        "##SBATCH --partition=PARTITION", "##SBATCH --account=ACCOUNT", f"# {title}",
         "# Run in its folder, which all nodes see: sbatch launch.sbatch", *_yours(yours), "set -euo pipefail",
         'export HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
         'HERE="${SLURM_SUBMIT_DIR:-$PWD}"',

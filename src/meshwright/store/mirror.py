@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -27,6 +28,7 @@ from meshwright.spec.plan.plan import Store
 from meshwright.spec.units import many
 from meshwright.store import checkpoint_folder
 from meshwright.store.checkpoint_folder import COMMIT, Commit
+from meshwright.store.owner import Ownership, Process, Superseded
 from meshwright.store.stored_run import StoredRun
 
 _FAILED = "failed-"
@@ -43,7 +45,7 @@ SERVE = f"""\
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from meshwright.store.mirror import serve_uploads
-serve_uploads(*sys.argv[1:])
+serve_uploads(sys.argv[1])
 """
 """Program of the upload process. It imports this very package, whatever the current folder holds."""
 RECORDS = frozenset({"plan.yaml", "metrics.jsonl"})
@@ -73,7 +75,12 @@ class Mirror:
         """Step of the last checkpoint that this process uploaded."""
         self.skipped_step: int | None = None
         """Step of the last checkpoint if rank 0 skipped its upload. None = it did not."""
-        self._settings = {"url": store.url, "keep_last": store.keep_last, "bandwidth": store.bandwidth / writers}
+        self._run = StoredRun(Location.open(store.url))
+        self.ownership = Ownership(self._run.location, Process.find(os.getpid()))
+        self._settings = {
+            "store": {"url": store.url, "keep_last": store.keep_last, "bandwidth": store.bandwidth / writers},
+            "process": asdict(self.ownership.process), "rank": rank, "writers": writers,
+        }  # fmt: skip
         self._step = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="uploads")
         self._upload: Future[None] | None = None
@@ -104,6 +111,15 @@ class Mirror:
             return ""
         return f"step-{step:06d}-{secrets.token_hex(4)}"
 
+    def forget_later(self, path: Path) -> bool:
+        """Remove later checkpoints than a local one from the store. False = the store must get that one first."""
+        try:
+            return self.ownership.is_lost or self._run.forget_later(path)
+        except StoreError as error:
+            # The next upload removes them, too.
+            log.warning("later checkpoints than %s remain in the store: %s", path.name, error)
+            return True
+
     def begin(self, step: int, path: Path, name: str) -> None:
         """Start to upload a committed local checkpoint. All ranks call this with the name that rank 0 chose."""
         # On another rank than 0 the one before may not have been answered yet: this one waits behind it.
@@ -127,6 +143,8 @@ class Mirror:
             self._abandoned = True
             self._end_process()
         self._thread.shutdown()
+        if self.rank == 0:
+            self.ownership.release()
 
     def start(self) -> None:
         """Start the process, or start it again after it has ended. Raises StoreError if it does not get ready."""
@@ -136,7 +154,7 @@ class Mirror:
                 raise StoreError("the run has ended")
             # A session of its own: Ctrl-C in a terminal is for the run, which still has a checkpoint to upload.
             process = self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", SERVE, json.dumps(self._settings), str(self.rank), str(self.writers)],
+                [sys.executable, "-P", "-c", SERVE, json.dumps(self._settings)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
             )  # fmt: skip
         if _read_line(process) != READY:
@@ -160,11 +178,12 @@ class Mirror:
                 self.start()
                 answer = _read_line(self._process, request)
             except (StoreError, OSError) as error:  # OSError: this machine starts no process
-                answer = json.dumps(str(error))
-        problem = json.loads(answer) if answer else "the upload process has ended"
+                answer = json.dumps([str(error), False])
+        problem, is_superseded = json.loads(answer) if answer else ("the upload process has ended", False)
         self.error = None
         if problem:
-            self.error = StoreError(f"the checkpoint of step {step} is not in the store: {problem}")
+            kind = Superseded if is_superseded else StoreError
+            self.error = kind(f"the checkpoint of step {step} is not in the store: {problem}")
             log.warning("%s", self.error)
         else:
             self.committed = step
@@ -184,10 +203,11 @@ def _read_line(process: "subprocess.Popen[str]", request: str = "") -> str:
 
 
 class Uploader:
-    """The other end of a `Mirror`: uploads what one rank wrote."""
+    """The other end of a `Mirror`: uploads what one rank wrote. `process`: the one that trains."""
 
-    def __init__(self, store: Store, rank: int, writers: int) -> None:
+    def __init__(self, store: Store, rank: int, writers: int, process: Process) -> None:
         self.run, self.store = StoredRun(Location.open(store.url)), store
+        self.ownership = Ownership(self.run.location, process)
         self.rank, self.writers = rank, writers
         self._throttle = Throttle(store.bandwidth * 1e6) if store.bandwidth else None
         self._uploaded: dict[str, tuple[int, int]] = {}
@@ -202,8 +222,10 @@ class Uploader:
         upload([(path / file.name, target / file.name, file.sha256) for file in files], self._throttle)
         if self.rank:
             return
+        self.ownership.refuse_lost()
         self.upload_records(path.parent.parent)
         self._wait_for_files(target, commit)
+        self.ownership.refuse_lost()
         (target / COMMIT).write(checkpoint_folder.encode_commit(commit))
         # Only now: until the new one is committed, the old ones are all there is.
         try:
@@ -258,8 +280,8 @@ def _writer_of(name: str) -> int:
     return int(match[1]) - 1 if match else 0
 
 
-def serve_uploads(settings: str, rank: str, writers: str) -> None:
-    """Upload what standard input asks for, one JSON line each. Answers with a line: what failed, or empty."""
+def serve_uploads(words: str) -> None:
+    """Upload what standard input asks for, one JSON line each. Answers with one: [failure or empty, superseded]."""
     # A cluster sends its signals to every process of a job, and the last checkpoint is still to be uploaded.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -275,22 +297,26 @@ def serve_uploads(settings: str, rank: str, writers: str) -> None:
         os._exit(0)
 
     Thread(target=read_requests, daemon=True).start()
-    uploader = Uploader(Store(**json.loads(settings)), int(rank), int(writers))
+    settings = json.loads(words)
+    process = Process(**settings["process"])
+    uploader = Uploader(Store(**settings["store"]), settings["rank"], settings["writers"], process)
+    if uploader.rank == 0:
+        uploader.ownership.hold()
     print(READY, end="", file=answers, flush=True)
     while True:
         request = json.loads(requests.get())
-        problem = ""
+        problem, is_superseded = "", False
         try:
             uploader.upload(Path(request["path"]), request["name"])
         except Exception as error:  # whatever it is, the run must report it
-            problem = str(error) or repr(error)
+            problem, is_superseded = str(error) or repr(error), isinstance(error, Superseded)
             uploader.report_failure(request["name"], problem)
-        print(json.dumps(problem), file=answers, flush=True)
+        print(json.dumps([problem, is_superseded]), file=answers, flush=True)
 
 
 def upload_last_records(store: Store, folder: Path) -> None:
     """Upload what a run has written after its last checkpoint. A failure is logged: the checkpoint is there."""
     try:
-        Uploader(store, rank=0, writers=1).upload_records(folder)
+        Uploader(store, 0, 1, Process.find(os.getpid())).upload_records(folder)
     except StoreError as error:
         log.warning("the last records of the run are not in the store: %s", error)

@@ -34,6 +34,7 @@ from meshwright.spec.weights.boxes import Box
 from meshwright.store import checkpoint
 from meshwright.store.checkpoint_files import ONE_PROCESS
 from meshwright.store.checkpoint_folder import step_of
+from meshwright.store.owner import Superseded
 
 if TYPE_CHECKING:
     from meshwright.store.folder_ranks import FolderRanks
@@ -249,6 +250,12 @@ class Saver:
         is_missing = self.sharing is None and path.is_dir() and (stored_step is None or stored_step < step)
         self._upload(step, path, is_missing=is_missing)
 
+    def forget_later(self, path: Path) -> None:
+        """Make a checkpoint the newest in the store, too, after the run has gone back to it. All ranks together."""
+        if (mirror := self.mirror) is not None:
+            is_missing = mirror.rank == 0 and not mirror.forget_later(path)
+            self._upload(step_of(path), path, is_missing=is_missing)
+
     def _end_uploads(self) -> None:
         """Upload the last checkpoint if it was left out, and wait until the store has it. All ranks together."""
         if (mirror := self.mirror) is None:
@@ -280,7 +287,12 @@ class Saver:
         return name
 
     def failed(self) -> bool:
-        """Return whether the save in flight has failed on this rank. Reports it to `saved` if it succeeded."""
+        """Return whether the save in flight has failed on this rank, or another process has taken over.
+
+        Reports a save that succeeded to `saved`.
+        """
+        if self._superseded is not None:
+            return True
         if self._flight is None or self.busy:
             return False
         if self._flight.outcome.exception() is not None:
@@ -289,19 +301,28 @@ class Saver:
         return False
 
     @property
+    def _superseded(self) -> Superseded | None:
+        error = self.mirror.error if self.mirror is not None else None
+        return error if isinstance(error, Superseded) else None
+
+    @property
     def busy(self) -> bool:
         """True while a save is in flight."""
         return self._flight is not None and not self._flight.outcome.done()
 
-    def wait(self) -> None:
-        """Wait for the save in flight and raise its error."""
+    def wait(self, *, uploads: bool = False) -> None:
+        """Wait for the save in flight and raise its error. `uploads`: then also for the upload on its way."""
         started = time.perf_counter()
         self._join()
+        if uploads and self.mirror is not None:
+            self.mirror.wait()
         self.blocked_s += time.perf_counter() - started
 
     def give_up(self) -> None:
         """Raise on every rank after some rank's save failed, with the reason where it is known."""
         self.wait()
+        if self._superseded is not None:
+            raise self._superseded
         raise CheckpointError(f"a checkpoint in {self.folder} could not be saved by another rank: see what it says")
 
     def settle(self, limit_s: float | None = None) -> None:

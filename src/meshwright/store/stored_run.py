@@ -1,6 +1,7 @@
 """A run behind a URL: its checkpoints and records, which run it belongs to, and what to resume from it.
 
     URL/run-id                                                  random name of the run that the store belongs to
+    URL/.owner                                                  the process that trains it now (owner.py)
     URL/plan.yaml, tokenizer.json, metrics.jsonl ...            files of the run folder
     URL/checkpoints/step-000060-5f0c9e21/shard-..., state.json
     URL/checkpoints/step-000060-5f0c9e21/COMMIT                 last: before it, the checkpoint does not exist
@@ -27,6 +28,7 @@ from meshwright.spec.plan.plan import Store
 from meshwright.store import checkpoint_folder
 from meshwright.store.checkpoint_folder import COMMIT, Commit, Saved
 from meshwright.store.durable import check_room, replace_file
+from meshwright.store.owner import Ownership, Process
 
 CHECKPOINTS = "checkpoints"
 RUN_ID = "run-id"
@@ -126,6 +128,17 @@ class StoredRun:
         (folder / COMMIT).remove()
         folder.remove_all(sorted(names - {COMMIT}))
 
+    def forget_later(self, path: Path) -> bool:
+        """Remove checkpoints of later steps than a local one has. Without a copy of that, remove nothing: False."""
+        commit, checkpoints = checkpoint_folder.read_commit(path), self.list_checkpoints()
+        same = (saved.name for saved in checkpoints if saved.step == commit.step and not saved.problem)
+        if all(self.read_commit(name) != commit for name in same):
+            return False
+        for saved in checkpoints:
+            if saved.step > commit.step:
+                self.remove(saved.name)
+        return True
+
     def prune(self, keep_last: int, *, step: int | None = None, uploading: str = "") -> list[str]:
         """Remove all but the newest `keep_last` whole checkpoints and the best. Damaged newer ones remain.
 
@@ -133,14 +146,15 @@ class StoredRun:
 
         Args:
             keep_last: Number of steps, at least 1.
-            step: Step of the run that owns the store. Later ones and unfinished uploads are removed, too. None = the
-                caller does not own it, so an unfinished upload may be one under way.
-            uploading: Name that must not be touched.
+            step: Step of the run that owns the store. Others of this step, later ones and unfinished uploads are
+                removed, too. None = the caller does not own it, so an unfinished upload may be one under way.
+            uploading: Name of that step's checkpoint. Empty = all of that step remain.
         """
         checkpoints, unfinished = self._list()
         current = [saved for saved in checkpoints if step is None or saved.step <= step]
+        # A step may be there twice: that of an abandoned course goes, too.
+        current = [saved for saved in current if saved.step != step or uploading in ("", saved.name)]
         sound = [saved for saved in current if not saved.problem]
-        # A step may be there twice, from before and after a resumption.
         steps = sorted({saved.step for saved in sound})
         oldest_step = steps[-keep_last] if len(steps) >= keep_last else 0
         best = checkpoint_folder.best_of(sound)
@@ -241,15 +255,18 @@ def check_store(store: Store, resume: str, folder: Path) -> int | None:
                 f"{argument('store.url', store.url)} has checkpoints up to step {newest_step}, and the run goes "
                 f"back to step {step}: choose another {argument('store.url')}"
             )
-    _check_owner(run, resume, folder)
+    _check_run(run, resume, folder)
     if resume == "auto":
         # Before hours of encoding: this checks the room for what is to be fetched.
         choose_newer(run, folder)
     return newest_step
 
 
-def _check_owner(run: StoredRun, resume: str, folder: Path) -> str:
-    """Return the id of the run that the store belongs to, empty when it is new. Raises StoreError for another run."""
+def _check_run(run: StoredRun, resume: str, folder: Path) -> str:
+    """Return the id of the run that the store belongs to, empty when it is new.
+
+    Raises StoreError for another run, and while another process trains this one.
+    """
     stored_id, local_id = run.read_id(), read_local_id(folder)
     # A wiped disk: the run goes on from its store.
     is_new = resume == "auto" and not local_id and not checkpoint_folder.list_checkpoints(folder / CHECKPOINTS)
@@ -258,13 +275,14 @@ def _check_owner(run: StoredRun, resume: str, folder: Path) -> str:
             f"{argument('store.url', run.location.url)} belongs to another run than {argument('run', folder)}: "
             f"resume=auto in a new {argument('run')} continues it, or choose another {argument('store.url')}"
         )
+    Ownership(run.location, Process.find(os.getpid())).refuse_another()
     return stored_id
 
 
 def claim_store(store: Store, resume: str, folder: Path) -> None:
     """Give a run folder and its store the same id, a random one where they are new. Raises StoreError."""
     run, path = StoredRun(Location.open(store.url)), folder / RUN_ID
-    stored_id = _check_owner(run, resume, folder)
+    stored_id = _check_run(run, resume, folder)
     if not path.exists():
         replace_file(path, (stored_id or secrets.token_hex(16)).encode())
     if not stored_id:

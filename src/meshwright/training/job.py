@@ -347,6 +347,11 @@ def check_without_common_folder(plan: Plan, resume: str) -> None:
             f"them meet in an object store ({argument('store.url', 'URL')})"
         )
     recipe = plan.recipe
+    if recipe.rollback_spikes:
+        raise PlanError(
+            f"{where}, and recipe.rollback_spikes={recipe.rollback_spikes} goes back on local disk: choose a folder "
+            "that all machines share, or recipe.rollback_spikes=0"
+        )
     if recipe.traits.pairs or recipe.distillation_top_k:
         key = f"recipe.objective={recipe.objective}" if recipe.traits.pairs else "recipe.distillation_top_k"
         raise PlanError(f"{where}, and {key} has tables that all ranks read: choose a folder that all machines share")

@@ -17,14 +17,14 @@ from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.parallel.engine import check_replicas
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.spec import Data, Plan
-from meshwright.spec.errors import CheckpointError, NonFiniteLoss
+from meshwright.spec.errors import CheckpointError, NonFiniteLoss, StoreError
 from meshwright.spec.recipe.recipe import DataRead
 from meshwright.spec.rules.passes import draws_dropout
 from meshwright.store import checkpoint, checkpoint_folder
 from meshwright.store.run_folder import MetricsLog, RunFolder, write_document
 from meshwright.store.saver import Saver
 from meshwright.training import device
-from meshwright.training.job import Job, copy_to_machines
+from meshwright.training.job import Job, copy_to_machines, replace_from_store
 from meshwright.training.objectives.objectives import TEXT, Task
 from meshwright.training.optimizer.optimizer import learning_rate
 from meshwright.training.records import (
@@ -353,13 +353,16 @@ class Trainer:
         """
         abandoned, most = self.state.progress, self.plan.recipe.rollback_spikes
         self._spike, rollbacks = None, self.state.spikes.rollbacks + 1
-        self.saver.wait()
-        checkpoints = self.job.rank_zero.broadcast(lambda: checkpoint_folder.list_checkpoints(self.folder.checkpoints))
-        earlier = [self.folder.checkpoints / saved.name for saved in checkpoints[::-1] if saved.step < spike.begun]
-        path = None
+        self.saver.wait(uploads=True)
+        folder, begun = self.folder.checkpoints, self.pulse.piece_begun
+        checkpoints = self.job.rank_zero.broadcast(lambda: checkpoint_folder.list_checkpoints(folder))
+        earlier = [folder / saved.name for saved in checkpoints[::-1] if saved.step < spike.begun]
+        path, fetch = None, partial(replace_from_store, self.job)
         if rollbacks <= most:
-            with suppress(CheckpointError):  # all are damaged, on all ranks alike
-                path = checkpoint.find_newest_whole(earlier, begun=self.pulse.piece_begun)
+            with suppress(CheckpointError, StoreError):  # all are damaged, on all ranks alike
+                path = checkpoint.find_newest_whole(earlier, begun=begun, fetch=fetch)
+                # The store may reach further back than a disk that was new at the start.
+                path = path or fetch(folder / f"step-{spike.begun - 1:06d}", None)
         if path is None:
             if spike.error is not None:
                 raise spike.error()
@@ -376,10 +379,10 @@ class Trainer:
         progress.cursor, self.state.spikes.rollbacks = abandoned.cursor, rollbacks
         if self.is_rank_zero:
             # Whoever takes the last checkpoint shall not get one within the spike.
-            uploading = self.saver.mirror.step if self.saver.mirror is not None else None
-            checkpoint_folder.remove_surplus(self.folder.checkpoints, step, self.plan.recipe.keep_last, uploading)
+            checkpoint_folder.remove_surplus(folder, step, self.plan.recipe.keep_last)
             for records in (log, MetricsLog(self.folder.samples)):
                 records.truncate_to(step)
+        self.saver.forget_later(path)
         # Counted as a part of the next step: a run that resumes from this checkpoint drops it, and writes it again.
         log.append(
             {"step": step + 1, "kind": ROLLBACK, "begun": spike.begun, "ended": abandoned.step,

@@ -12,9 +12,11 @@ from meshwright.planner.rent.goodput import (
     Conditions,
     FailureRecord,
     Saves,
+    asked_conditions,
     best_interval,
     erlang_b,
     expected_wall_s,
+    rare_interval,
     saves_of,
     simulate,
     time_run,
@@ -66,11 +68,34 @@ def test_the_expectation_is_that_of_segments_that_are_repeated_until_they_succee
 
 
 def test_no_run_saves_more_often_than_it_steps_or_writes() -> None:
-    assert best_interval(1e-3, 1e5, 1.0, 30.0, 1e6) == 30.0
+    assert best_interval(1e-6, 100.0, 1e-3, 30.0, 1e6) == 30.0
     assert best_interval(1e-3, 1e5, 60.0, 30.0, 1e6) == 60.0 / BUSY
     assert best_interval(100.0, 1e7, 1.0, 1.0, 500.0) == 500.0
     # Failures come every 172 s and writing takes 68: a tenth of the time would leave next to nothing that lasts.
     assert best_interval(0.05, 172.0, 68.0, 1.0, 1e6) == 68.0
+
+
+@pytest.mark.parametrize("share", [1e-12, 1e-9, 1e-6, 1e-4, 1e-2, 0.2, 1.0, 5.0])
+def test_saves_are_as_rare_as_a_thousandth_of_the_time_allows(share: float) -> None:
+    mtbf_s = 40_000.0
+    save_s, least_s = share * mtbf_s, optimum(share * mtbf_s, 0.0, mtbf_s)[1]
+    rare_s = rare_interval(save_s, mtbf_s)
+    assert expected_wall_s(1.0, rare_s, save_s, 0.0, mtbf_s) <= least_s * 1.001001
+    # Where even an hour is too short, the optimum itself.
+    longer_s = expected_wall_s(1.0, rare_s * 1.01, save_s, 0.0, mtbf_s)
+    assert longer_s > least_s * 1.001 or rare_s == pytest.approx(optimum(save_s, 0.0, mtbf_s)[0], rel=1e-3)
+    # Where a save costs next to nothing, a tenth of a percent of lost work is tau / 2 M.
+    if share <= 1e-9:
+        assert rare_s == pytest.approx(0.002 * mtbf_s, rel=0.1)
+        assert rare_interval(share, 1000 * mtbf_s) == 3600.0
+
+
+def test_a_bandwidth_that_nobody_named_is_limited_by_the_whole_storage() -> None:
+    """Llama 3's store took 2 TB/s. Nodes alone would be counted at 16."""
+    assumed, asked = Conditions(), asked_conditions(storage=2.0)
+    assert saves_of(0, 2e12, 8192, 50e9, assumed).write_s == 1.0
+    assert saves_of(0, 2e12, 8192, 50e9, asked).write_s == pytest.approx(1 / 8.192)
+    assert saves_of(0, 2e12, 100, 50e9, assumed).write_s == 10.0
 
 
 def test_published_rates() -> None:
@@ -96,7 +121,7 @@ CASES = [
 def test_the_closed_form_agrees_with_the_simulation(
     days: float, devices: int, nodes: int, checkpoint: float, spares: int | None
 ) -> None:
-    saves = saves_of(checkpoint / devices, checkpoint, nodes, 50e9, 2e9)
+    saves = saves_of(checkpoint / devices, checkpoint, nodes, 50e9, Conditions())
     timing = time_run(days * DAY_S, 5.0, devices, nodes, saves, Conditions(spares=spares))
     played = simulate(timing, seed=1, runs=400 if devices < 5000 else 60)
     assert played.failures == pytest.approx(timing.failures, rel=0.1, abs=0.1)
@@ -117,12 +142,12 @@ def test_it_agrees_for_any_saves_and_restarts(mtbf_s: float, stall_s: float, wri
 
 
 def test_the_same_seed_plays_the_same_run() -> None:
-    timing = time_run(20 * DAY_S, 5.0, 512, 64, saves_of(1e9, 1e12, 64, 50e9, 2e9), Conditions())
+    timing = time_run(20 * DAY_S, 5.0, 512, 64, saves_of(1e9, 1e12, 64, 50e9, Conditions()), Conditions())
     assert simulate(timing, seed=4) == simulate(timing, seed=4) != simulate(timing, seed=5)
 
 
 def test_spares_are_as_many_as_make_the_run_cheapest() -> None:
-    saves = saves_of(1e9, 1e12, 256, 50e9, 2e9)
+    saves = saves_of(1e9, 1e12, 256, 50e9, Conditions())
     best = time_run(30 * DAY_S, 5.0, 2048, 256, saves, Conditions())
     assert best.spares > 0
 

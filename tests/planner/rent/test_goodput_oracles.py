@@ -138,7 +138,7 @@ def test_llama_3_405b() -> None:
         spares=None,
     )
     checkpoint = 405e9 * 12
-    saves = saves_of(checkpoint / devices, checkpoint, nodes, 50e9, conditions.storage_bytes_per_s)
+    saves = saves_of(checkpoint / devices, checkpoint, nodes, 50e9, conditions)
     timing = time_run(54 * DAY_S * 0.92, 10.0, devices, nodes, saves, conditions)
     assert timing.goodput > 0.90
     # Still so if each restart took ten minutes.
@@ -155,7 +155,7 @@ def test_byterobust() -> None:
     """
     nodes, devices = 1200, 9600
     checkpoint = 200e9 * 12
-    saves = saves_of(checkpoint / devices, checkpoint, nodes, 50e9, 2e9)
+    saves = saves_of(checkpoint / devices, checkpoint, nodes, 50e9, Conditions())
     timing = time_run(90 * DAY_S, 10.0, devices, nodes, saves, replace(Conditions(), evaluation=0.0))
     assert timing.goodput == pytest.approx(0.97, abs=0.03)
     assert timing.mtbf_s == pytest.approx(LLAMA_3.mtbf_device_hours * HOUR_S / devices)
@@ -163,12 +163,13 @@ def test_byterobust() -> None:
 
 def test_an_advice_names_steps_reason_and_assumption() -> None:
     conditions = asked_conditions(spares=0)
-    saves = saves_of(1e9, 1e11, 4, 50e9, 2e9)
-    timing = time_run(30 * DAY_S, 10.0, 32, 4, saves, conditions)
+    saves = saves_of(1e9, 1e11, 64, 50e9, conditions)
+    timing = time_run(30 * DAY_S, 10.0, 512, 64, saves, conditions)
     advice = timing.advice(10.0, conditions.rate)
     assert f"recipe.checkpoint_every={round(timing.interval_s / 10)}" in advice
     assert "419 unexpected interruptions in 54 days on 16,384 GPUs" in advice
-    assert "with one more spare node" in advice
+    assert "(a failed one is under repair for 1 d 0 h); with 1 spare node 97.4%" in advice
+    assert "spare" not in timing.with_best_spares().advice(10.0, conditions.rate)
     slow = replace(timing, write_s=600.0).at_best(10.0)
     assert slow.interval_s == 6000.0 and "writing takes 10 min" in slow.advice(10.0, "measured")
     assert "shorter than any interval" in replace(timing, work_s=60.0).at_best(10.0).advice(10.0, "measured")

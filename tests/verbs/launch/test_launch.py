@@ -101,6 +101,10 @@ def test_slurm_requeues_a_run_that_is_not_done(
     directives = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
     wanted = ("nodes=4", "ntasks-per-node=1", "gpus-per-node=8", "requeue", "open-mode=append")
     assert {f"--{word}" for word in wanted} | {f"--signal=B:USR1@{document['grace_seconds']}"} <= {*directives}
+    # Off, and among the directives when one # is taken away: sbatch reads none below the first command.
+    assert not any(option.startswith(("--partition", "--account")) for option in directives)
+    before = text[: text.index("\nset -e")]
+    assert "\n##SBATCH --partition=PARTITION\n" in before and "\n##SBATCH --account=ACCOUNT\n" in before
     stand_in(tmp_path / "bin", "scontrol", f'echo "$*" >> {tmp_path}/asked; echo first')
     environment = stand_in(tmp_path / "bin", "srun", f"exit {code}")
     ended = subprocess.run(
@@ -149,6 +153,63 @@ def test_a_jobset_has_what_its_schema_and_its_scheduler_ask_for(
     assert script.returncode == 0
 
 
+def switched_on(text: str) -> str:
+    """A file with each line below `# Yours, ...:` switched on, as a user would."""
+    return re.sub(r"^( *)# Yours, .*:\n\1# ", r"\1", text, flags=re.MULTILINE)
+
+
+def test_lines_that_clusters_ask_for_are_correct_when_switched_on(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Fields of the CRD's container and pod, of a claim, and Kueue's label. Off, they change nothing."""
+    urls = ["data=s3://texts/a", "data.tokenizer=bytes"]
+    written(capsys, "kubernetes", tmp_path / "job", *BIG, *urls)
+    text = (tmp_path / "job" / "jobset.yaml").read_text()
+    _, claim, jobset = yaml.safe_load_all(switched_on(text))
+    assert claim["spec"].pop("storageClassName") == "CLASS"
+    assert jobset["metadata"].pop("labels") == {"kueue.x-k8s.io/queue-name": "QUEUE"}
+    # Kueue's webhook suspends a JobSet with its label.
+    assert "suspend" not in jobset["spec"]
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert pod.pop("serviceAccountName") == "ACCOUNT"
+    assert container.pop("envFrom") == [{"secretRef": {"name": "SECRET"}}]
+    assert container.pop("securityContext") == {"capabilities": {"add": ["IPC_LOCK"]}}
+    limits = container["resources"]["limits"]
+    assert (limits.pop("rdma/hca"), limits.pop("vpc.amazonaws.com/efa")) == (1, 32)
+    _, *off = yaml.safe_load_all(text)
+    assert [claim, jobset] == off
+
+
+@pytest.mark.parametrize(
+    ("words", "absent"),
+    [
+        ([*BIG, "cluster.nodes=1"], ("rdma/hca", "IPC_LOCK", "envFrom", "serviceAccountName")),
+        ([*BIG, "store=s3://bucket/a"], ("storageClassName",)),
+        (["layout.dp_shard=2", "cluster.nodes=2", "model=llama-tiny"], ("rdma/hca", "IPC_LOCK", "resources:\n")),
+    ],
+)
+def test_no_line_is_written_for_what_a_plan_lacks(
+    words: list[str], absent: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    written(capsys, "kubernetes", tmp_path / "job", *words)
+    text = (tmp_path / "job" / "jobset.yaml").read_text()
+    optional = ("rdma/hca", "IPC_LOCK", "envFrom", "serviceAccountName", "storageClassName", "queue-name")
+    assert not [word for word in absent if word in text]
+    assert all(word in text for word in {*optional} - {*absent} - {"envFrom", "serviceAccountName"})
+    assert ("envFrom" in text) == ("store=s3://bucket/a" in words)
+
+
+def test_a_path_that_is_not_here_is_noted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A pattern counts as here where it matches a file."""
+    here = write_texts(tmp_path / "texts")
+    for number, path in enumerate((tmp_path / "nothere", here, f"{here}/**/*")):
+        words = [*BIG, f"data={path}", "data.tokenizer=bytes"]
+        notes = written(capsys, "slurm", tmp_path / f"{number}", *words)["notes"]
+        missing = "is not on this machine, and " if number == 0 else ""
+        assert f"{path} {missing}must be readable on every node" in notes
+
+
 def test_what_a_job_would_find_out_late_is_noted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     huge = ["model=llama-3.1-405b", "cluster=h100x8", "layout.dp_shard=8", "recipe.global_batch=8"]
     notes = written(capsys, "slurm", tmp_path / "huge", *huge, "data=s3://texts/a", "data.tokenizer=bytes")["notes"]
@@ -189,13 +250,35 @@ def test_a_task_is_one_that_skypilot_reads(capsys: pytest.CaptureFixture[str], t
     [resources] = task.resources
     assert task.num_nodes == 4 and resources.accelerators == {"A100-80GB": 8}
     assert resources.job_recovery["recover_on_exit_codes"] == [75]
+    assert resources.network_tier is not None and resources.network_tier.value == "best"
+
+
+@pytest.mark.parametrize(
+    ("words", "tier"),
+    [
+        (["cluster=h100x8", "cluster.nodes=4"], "best"),
+        (["cluster=h100x8"], None),
+        (["cluster=mi300xx8", "cluster.nodes=4"], None),
+    ],
+)
+def test_the_fast_network_is_asked_for_where_it_may_exist(
+    words: list[str], tier: str | None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    written(capsys, "skypilot", tmp_path / "job", *BIG, *words)
+    task = yaml.safe_load((tmp_path / "job" / "skypilot.yaml").read_text())
+    assert task["resources"].get("network_tier") == tier
 
 
 def test_what_is_wrong_is_said_before_anything_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "job"
     assert "--to slurn is not known: nearest: slurm" in refused(capsys, "launch", *BIG, "--to", "slurn", "-o", folder)
     line = refused(capsys, "launch", *BIG, "layout.dp_shard=16", "--to", "slurm", "-o", folder)
-    assert "the cluster has 4 nodes of 8 devices, one process on each" in line and "16 ranks" in line
+    assert "the cluster has 4 nodes of 8 devices, one process on each, and the layout 16 ranks: take " in line
+    assert "take cluster.nodes=2, or layout.dp_shard=32, or " in line and "started" not in line
+    assert "or a layout that `meshwright plan PLAN.yaml --save FILE` chooses" in line
+    # No number of nodes has 12 devices.
+    line = refused(capsys, "launch", *BIG, "layout.dp_shard=12", "--to", "slurm", "-o", folder)
+    assert "12 ranks: take layout.dp_shard=32, or " in line and "cluster.nodes" not in line
     assert "--grace 0 must be at least 1" in refused(capsys, "launch", *BIG, "--to", "slurm", "--grace", "0")
     assert "TPU" in refused(capsys, "launch", *BIG, "cluster=tpu-v5px8", "--to", "slurm", "-o", folder)
     assert not folder.exists()

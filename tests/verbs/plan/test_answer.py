@@ -180,7 +180,7 @@ def test_a_layout_of_several_ranks_is_sent_to_torchrun() -> None:
         mw.train(layout={"dp_shard": 2})
 
 
-def test_a_length_brings_goodput_and_an_interval_of_saves() -> None:
+def test_a_length_brings_goodput_and_an_interval_of_saves(tmp_path: Path) -> None:
     """The same bill, longer by what fails; a worse device saves no less often; refusals come first."""
     answer = mw.plan("llama-3.2-1b", cluster="h100x8", tokens="1T", listed=1)
     weeks = answer.to_dict()["goodput"]
@@ -194,6 +194,10 @@ def test_a_length_brings_goodput_and_an_interval_of_saves() -> None:
     worse = mw.plan("llama-3.2-1b", cluster="h100x8", tokens="1T", listed=1, mtbf=100, spares=1).to_dict()["goodput"]
     assert worse["goodput"] < weeks["goodput"] and worse["spare_nodes"] == 1
     assert worse["checkpoint_every"] <= weeks["checkpoint_every"]
+    # What is proposed is saved, unless the user has chosen.
+    planned = mw.plan("llama-3.2-1b", cluster="h100x8", tokens="1T", listed=1, recipe={"checkpoint_every": 7})
+    every = [planfile.read(each.save(tmp_path / "plan.yaml")).recipe.checkpoint_every for each in (answer, planned)]
+    assert every == [weeks["checkpoint_every"], 7] and every[0] != 100
     with pytest.raises(ArgumentError, match="length of a run"):
         mw.plan("llama-3.2-1b", cluster="h100x8", mtbf=100)
     with pytest.raises(ArgumentError, match="lets no run end"):

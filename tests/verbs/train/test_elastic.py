@@ -18,7 +18,7 @@ from meshwright.planner.step.predict import build_estimator
 from meshwright.spec.errors import ArgumentError, IllegalLayout, RunError
 from meshwright.store.run_folder import MetricsLog
 from meshwright.verbs.main import main
-from meshwright.verbs.train.elastic import NodeRange, fit_to_nodes
+from meshwright.verbs.train.elastic import NodeRange, fit_to_nodes, read_elastic_plan
 from tests.verbs import toy
 from tests.verbs.launched import launch
 
@@ -110,6 +110,21 @@ def test_a_run_that_would_not_resume_is_refused(
 ) -> None:
     line = toy.refused(capsys, *toy.train(texts, tmp_path / "run"), "--elastic", "1:2")
     assert "--elastic 1:2 needs resume=auto" in line
+
+
+def test_a_run_without_torchrun_is_refused(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing would start the ranks again."""
+    line = toy.refused(capsys, *toy.train(texts, tmp_path / "run"), "resume=auto", "--elastic", "1:2")
+    assert "--elastic 1:2 needs torchrun --nnodes 1:2" in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("elastic", "is_noted"), [("1:1", True), ("1:2", False)])
+def test_one_number_of_nodes_is_noted(elastic: str, is_noted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    notes: list[str] = []
+    read_elastic_plan(["model=llama-tiny", "resume=auto"], elastic, notes)
+    assert any("--elastic 1:1 waits for a lost node and keeps the layout" in note for note in notes) == is_noted
 
 
 @pytest.mark.slow

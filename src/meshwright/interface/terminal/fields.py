@@ -143,8 +143,8 @@ def closing(summary: Summary, device: str) -> str:
     end = "trained" if summary.stopped == "done" else f"{summary.stopped} after"
     parts = [f"{end} {summary.step} of {many(summary.steps, 'step')}"]
     if 0 < summary.process_steps < summary.step:  # resumed: earlier steps may be of another machine
-        process_steps = f"steps {summary.step - summary.process_steps + 1} to {summary.step} now"
-        parts.append(f"{process_steps}, {count(summary.process_tokens)} tokens in {duration(summary.process_seconds)}")
+        done = f"{many(summary.process_steps, 'step')} now, {count(summary.process_tokens)} tokens"
+        parts.append(f"{done} in {duration(summary.process_seconds)}")
     else:
         parts.append(f"{count(summary.tokens)} tokens in {duration(summary.seconds)} of steps")
     parts.append(f"{count(summary.tokens_per_second)} tokens/s{_steady(summary)}")

@@ -303,3 +303,11 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return os.uname().nodename
+
+
+def namespace_id() -> str:
+    """Return a key that is equal for processes that see each other: boot and process namespace."""
+    try:
+        return f"{boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return boot_id()

@@ -33,7 +33,7 @@ from types import FrameType, TracebackType
 
 import torch.distributed as dist
 
-from meshwright.parallel.health.heartbeat import Beat, HeartbeatWatch, boot_id
+from meshwright.parallel.health.heartbeat import Beat, HeartbeatWatch, namespace_id
 from meshwright.parallel.health.judgement import ADVICE, Blame, Limits, SlowRanks, judge, name_rank
 from meshwright.spec.errors import RunError
 
@@ -152,7 +152,7 @@ class Watchdog:
         self.store, self.main_store, self.home, self.limits = store, main_store, home, limits
         self.say, self.end = say, end
         self.pulse, self.watch = watch.pulse, watch
-        self.beat = Beat(host=home.host, machine=_machine(), pid=os.getpid())
+        self.beat = Beat(host=home.host, machine=namespace_id(), pid=os.getpid())
         self.beat_s = min(BEAT_S, limits.silent_s / 4)
         self._claims: queue.SimpleQueue[tuple[Blame, int]] = queue.SimpleQueue()
         self._dead: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -419,11 +419,3 @@ def _key(rank: int) -> str:
 
 def _leave_to_guard(number: int, frame: FrameType | None) -> None:
     """Do nothing on SIGTERM: nothing can be saved. The guard handles it, since the main thread may be stuck."""
-
-
-def _machine() -> str:
-    """Return a key that is equal for processes that see each other: boot and process namespace."""
-    try:
-        return f"{boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return boot_id()

@@ -17,7 +17,7 @@ only one that lists the causes.
 
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from math import exp, expm1, floor, sqrt
+from math import exp, expm1, floor, inf, sqrt
 from random import Random
 from statistics import fmean
 from typing import Any
@@ -66,6 +66,8 @@ class Conditions:
     """Time until a failed node comes back."""
     storage_bytes_per_s: float = 2e9
     """Bandwidth of each node to and from the storage of checkpoints."""
+    storage_limit: float = 2e12
+    """Bandwidth of the whole storage in bytes/s: that of Llama 3's run (arXiv:2407.21783, section 3.3.1)."""
     evaluation: float = 0.01
     """Share of the steps' time that evaluations take."""
     spares: int | None = None
@@ -102,6 +104,8 @@ def asked_conditions(
         if not least <= number <= most:
             raise ArgumentError(name, number, f"must be at least {least:g} and at most {most:,.10g}")
         asked[key] = number * unit
+    if storage is not None:  # who names the bandwidth of a node knows the whole
+        asked["storage_limit"] = inf
     return Conditions(**asked)
 
 
@@ -116,9 +120,11 @@ class Saves:
     """Time that a thread then writes. The checkpoint counts only afterwards."""
 
 
-def saves_of(rank_bytes: float, total_bytes: float, nodes: int, host_bytes_per_s: float, storage: float) -> Saves:
+def saves_of(
+    rank_bytes: float, total_bytes: float, nodes: int, host_bytes_per_s: float, conditions: Conditions
+) -> Saves:
     """Return the cost of a checkpoint. If the bandwidth to the host is unknown, training waits for the write."""
-    write_s = total_bytes / (nodes * storage)
+    write_s = total_bytes / min(nodes * conditions.storage_bytes_per_s, conditions.storage_limit)
     stall_s = rank_bytes / host_bytes_per_s if host_bytes_per_s else write_s
     return Saves(total_bytes=total_bytes, stall_s=stall_s, write_s=write_s)
 
@@ -166,6 +172,29 @@ def exact_interval(save_s: float, mtbf_s: float) -> float:
     return x * mtbf_s
 
 
+NEGLIGIBLE = 1e-3
+"""Share of the time that rarer saves may cost. To gain less, more bytes are not written: often ten times as many."""
+
+
+def rare_interval(save_s: float, mtbf_s: float) -> float:
+    """Return the longest work between saves that makes `expected_wall_s` at most NEGLIGIBLE more than the least.
+
+    It is at most an hour, unless saves that are rarer still are best: nobody likes to lose more.
+    """
+
+    def takes_s(interval_s: float) -> float:
+        return expected_wall_s(1.0, interval_s, save_s, 0.0, mtbf_s)
+
+    low_s = exact_interval(save_s, mtbf_s)
+    high_s, most_s = max(low_s, HOUR_S), (1 + NEGLIGIBLE) * takes_s(low_s)
+    if takes_s(high_s) <= most_s:
+        return high_s
+    while high_s > (1 + NEGLIGIBLE) * low_s:
+        middle_s = (low_s + high_s) / 2
+        low_s, high_s = (middle_s, high_s) if takes_s(middle_s) <= most_s else (low_s, middle_s)
+    return low_s
+
+
 BUSY = 0.1
 """Largest share of the time in which a save may be under way: no step time includes its traffic."""
 MOST_STRETCH = 1.1
@@ -173,12 +202,12 @@ MOST_STRETCH = 1.1
 
 
 def best_interval(save_s: float, mtbf_s: float, write_s: float, step_s: float, work_s: float) -> float:
-    """Return the exact interval within limits: at least a step and the time of writing, at most the run.
+    """Return the rarest interval within limits: at least a step and the time of writing, at most the run.
 
     Writing is also under way for at most BUSY of the time, unless so much work would be lost that the run takes longer
     than MOST_STRETCH.
     """
-    shortest_s = max(exact_interval(save_s, mtbf_s), write_s, step_s)
+    shortest_s = max(rare_interval(save_s, mtbf_s), write_s, step_s)
     calm_s = max(shortest_s, write_s / BUSY)
     takes_s, at_least_s = (expected_wall_s(1.0, interval_s, save_s, 0.0, mtbf_s) for interval_s in (calm_s, shortest_s))
     return min(work_s, calm_s if takes_s <= MOST_STRETCH * at_least_s else shortest_s)
@@ -260,6 +289,12 @@ class RunTiming:
         """Return the timing with the best interval between saves."""
         return replace(self, interval_s=best_interval(self.save_s, self.mtbf_s, self.write_s, step_s, self.work_s))
 
+    def with_best_spares(self) -> "RunTiming":
+        """Return the timing with the number of spare nodes that makes the run cheapest."""
+        most = min(MOST_SPARES, max(1, self.nodes // MOST_SHARE))
+        choices = (replace(self, spares=spares) for spares in range(most + 1))
+        return min(choices, key=lambda choice: choice.wall_s * (self.nodes + choice.spares))
+
     def save_every(self, step_s: float) -> int:
         """Return `interval_s` in whole steps: recipe.checkpoint_every."""
         return max(1, round(self.interval_s / step_s))
@@ -276,21 +311,23 @@ class RunTiming:
     def advice(self, step_s: float, rate: str) -> str:
         """Return how often to save, and why. `rate`: where the failure rate is from."""
         every = self.save_every(step_s)
+        notes = {"missing nodes": f" (a failed one is under repair for {duration(self.repair_s)})"}
         spent = [
-            f"{name} {seconds / self.wall_s:.1%}"
+            f"{name} {seconds / self.wall_s:.1%}{notes.get(name, '')}"
             for name, seconds in self.parts_s.items()
             if name != "steps" and seconds >= 5e-4 * self.wall_s
         ]
-        more = replace(self, spares=self.spares + 1).goodput
-        spare = f"; with one more spare node {more:.1%}" if more >= self.goodput + 0.005 else ""
+        best = self.with_best_spares()
+        is_better = best.spares > self.spares and best.goodput >= self.goodput + 0.005
+        spare = f"; with {many(best.spares, 'spare node')} {best.goodput:.1%}" if is_better else ""
         if self.interval_s >= self.work_s:
             why = "the run is shorter than any interval that pays"
-        elif self.interval_s > exact_interval(self.save_s, self.mtbf_s) * (1 + 1e-9):
+        elif self.interval_s > rare_interval(self.save_s, self.mtbf_s) * (1 + 1e-9):
             share = self.write_s / self.interval_s
             why = f"writing takes {duration(self.write_s)}, and is under way for {share:.0%} of the time"
             why = why if self.interval_s > step_s else "saves cost so little that each step can be saved"
         else:
-            why = "less often would lose more work, more often would save for longer"
+            why = f"less often would lose more work, more often would gain at most {NEGLIGIBLE:.1%} of the time"
         return (
             f"Save every {many(every, 'step')} (recipe.checkpoint_every={every}, {duration(every * step_s)}): {why}; "
             f"a save stops training for {duration(self.save_s)}, and a failure comes every {duration(self.mtbf_s)} "
@@ -321,11 +358,7 @@ def time_run(
         nodes=nodes,
         spares=conditions.spares or 0,
     )
-    if conditions.spares is not None:
-        return timing
-    most = min(MOST_SPARES, max(1, nodes // MOST_SHARE))
-    choices = (replace(timing, spares=spares) for spares in range(most + 1))
-    return min(choices, key=lambda choice: choice.wall_s * (nodes + choice.spares))
+    return timing if conditions.spares is not None else timing.with_best_spares()
 
 
 RUNS = 200

@@ -213,7 +213,7 @@ def checkpoint_of(plan: Plan, conditions: Conditions) -> Saves:
         for rank in range(layout.pp)
     ]
     host = cluster.device.host_bytes_per_s
-    return saves_of(max(each), sum(each) * stage, cluster.nodes, host, conditions.storage_bytes_per_s)
+    return saves_of(max(each), sum(each) * stage, cluster.nodes, host, conditions)
 
 
 def limits(prediction: Prediction, tokens: float) -> Iterator[str]:

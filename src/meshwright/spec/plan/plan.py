@@ -303,11 +303,6 @@ class Plan:
                 "data.packing=off pads rows, and a mixture of experts would route the padding: take "
                 "data.packing=best-fit"
             )
-        if self.recipe.rollback_spikes and self.store.url:
-            violations.append(
-                f"recipe.rollback_spikes={self.recipe.rollback_spikes} goes back on local disk, and a checkpoint from "
-                "within the spike would stay in store.url: take recipe.rollback_spikes=0, or no store"
-            )
         violations += position_refusals(*settings)
         return violations
 

@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from glob import iglob
 from importlib.resources import files
 from pathlib import Path
 from textwrap import indent
@@ -25,7 +26,7 @@ from meshwright.planner.step.prediction import usable_bytes
 from meshwright.remote.locations import EXTRAS, is_url, scheme
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError, argument
-from meshwright.spec.plan.plan import world_violation
+from meshwright.spec.plan.plan import differences, nearest_layouts, world_violation
 from meshwright.spec.presets import suggest
 from meshwright.spec.units import many, short_gib
 from meshwright.stacks.config_files import PORT, node_head, slurm_head, srun_lines
@@ -90,8 +91,7 @@ class Job:
 
     def _sky_task(self) -> str:
         url, words = self.plan.store.url, self._cluster_words()
-        sources = (url, self.plan.data.path, *(source.path for source in self.plan.data.sources))
-        extras = sorted({extra for source in sources if (extra := EXTRAS.get(scheme(source), ""))})
+        extras = sorted({extra for each in self.urls if (extra := EXTRAS.get(scheme(each), ""))})
         # A recovery weeks later must not install another version.
         chosen = f"[{','.join(extras)}]" if extras else ""
         package = f"'meshwright{chosen}=={__version__}'"
@@ -100,31 +100,41 @@ class Job:
             "setup": "" if self.image else f"setup: pip install {package}\n",
             "volume": "" if url else _fill("volume.yaml", words),
             "yours": "" if url else "\n# Yours to set: VOLUME.",
+            # SkyPilot's fast networks (EFA, GPUDirect, Nebius) join NVIDIA's GPUs alone.
+            "fabric": words["fabric"] if words["vendor"] == "nvidia.com" else None,
         }
         return _fill("skypilot.yaml", words)
 
     def _job_set(self) -> str:
         cluster, url, words = self.plan.cluster, self.plan.store.url, self._cluster_words()
-        vendor = "amd.com" if cluster.device.name.startswith(("MI", "AMD")) else "nvidia.com"
-        limits = f"{{limits: {{{vendor}/gpu: {cluster.devices_per_node}}}}}" if cluster.device.is_gpu else "{}"
         claimed = f"persistentVolumeClaim: {{claimName: {self.name}-run}}"
         words |= {"access": "ReadWriteMany" if cluster.nodes > 1 else "ReadWriteOnce", "storage": f"{self.storage_gib}"}
         words |= {
             "plan": indent(planfile.content(self.plan, Path(FILES)).rstrip(), BLOCK),
             "node": indent(self._node_script().rstrip(), BLOCK),
-            "claim": "" if url else _fill("claim.yaml", words), "resources": limits,
+            "claim": "" if url else _fill("claim.yaml", words), "devices": f"{cluster.devices_per_node}",
+            "gpu": "" if cluster.device.is_gpu else None, "urls": "" if self.urls else None,
             "yours": "" if self.image else " Yours to set: IMAGE.",
             "volume": f"emptyDir: {{sizeLimit: {self.storage_gib}Gi}}" if url else claimed,
         }  # fmt: skip
         return _fill("jobset.yaml", words)
 
-    def _cluster_words(self) -> dict[str, str]:
+    @property
+    def urls(self) -> list[str]:
+        """URLs that nodes read, and that of the store."""
+        data = self.plan.data
+        return sorted(filter(is_url, {self.plan.store.url, data.path, *(source.path for source in data.sources)}))
+
+    def _cluster_words(self) -> dict[str, str | None]:
         """Return the words that a SkyPilot task and a JobSet share."""
+        cluster = self.plan.cluster
         # A run that its user has put elsewhere must be on the volume too.
         mount = str(Path(self.plan.run).parent)
         return {
-            "title": self._title, "name": self.name, "nodes": str(self.plan.cluster.nodes),
-            "grace": str(self.grace_s), "mount": mount, "port": str(PORT), "image": self.image or "IMAGE",
+            "title": self._title, "name": self.name, "nodes": str(cluster.nodes), "grace": str(self.grace_s),
+            "mount": mount, "port": str(PORT), "image": self.image or "IMAGE",
+            "vendor": "amd.com" if cluster.device.name.startswith(("MI", "AMD")) else "nvidia.com",
+            "fabric": "" if cluster.device.is_gpu and cluster.nodes > 1 else None,
         }  # fmt: skip
 
     @property
@@ -168,10 +178,11 @@ class Job:
             yield f"  disk_size: {self.storage_gib}\n"
 
 
-def _fill(name: str, words: Mapping[str, str]) -> str:
-    """Return a text of job_files with the words of a plan."""
-    text = (files(__package__) / "job_files" / name).read_text(encoding="utf-8")
-    return re.sub(r"@(\w+)@", lambda match: words[match[1]], text)
+def _fill(name: str, words: Mapping[str, str | None]) -> str:
+    """Return a text of job_files with the words of a plan. Lines with a word that is None are left out."""
+    lines = (files(__package__) / "job_files" / name).read_text(encoding="utf-8").splitlines(keepends=True)
+    applicable = (line for line in lines if all(words[word] is not None for word in re.findall(r"@(\w+)@", line)))
+    return re.sub(r"@(\w+)@", lambda match: words[match[1]] or "", "".join(applicable))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -248,9 +259,7 @@ def launch(
     cluster = parsed.cluster
     if cluster.device.plan_only:
         raise PlanError(f"the plan cannot run on {cluster.device.name}: {cluster.device.plan_only}")
-    if violation := world_violation(parsed, cluster.devices, cluster.nodes):
-        machines = f"{many(cluster.nodes, 'node')} of {many(cluster.devices_per_node, 'device')}"
-        raise IllegalLayout(f"the cluster has {machines}, one process on each: {violation}")
+    _refuse_other_world(parsed)
     folder = Path(out or to)
     refuse_nonempty(folder, "out")
     refuse_unwritable(folder, "out")
@@ -263,6 +272,25 @@ def launch(
         planfile.write(job.plan, folder / "plan.yaml", another=argument("out"))
     notes = tuple(_notes(job, to, folder.resolve()))
     return LaunchAnswer(job=job, to=to, folder=folder, files=tuple(sorted(folder.iterdir())), notes=notes)
+
+
+def _refuse_other_world(plan: Plan) -> None:
+    """Raise IllegalLayout for a layout that does not fill the cluster, with what does."""
+    cluster, world = plan.cluster, plan.layout.world
+    if not (violation := world_violation(plan, cluster.devices, cluster.nodes)):
+        return
+    machines = f"the cluster has {many(cluster.nodes, 'node')} of {many(cluster.devices_per_node, 'device')}"
+    nodes, rest = divmod(world, cluster.devices_per_node)
+    remedies = [differences(plan.layout, layout) for layout in nearest_layouts(plan, cluster.devices)[:2]]
+    if not rest and not replace(plan, cluster=replace(cluster, nodes=nodes)).violations():
+        remedies.insert(0, f"cluster.nodes={nodes}")
+    # Where the number is right, or no other helps, another rule is broken, and its own sentence says what to do.
+    if world == cluster.devices or not remedies:
+        raise IllegalLayout(f"{machines}, one process on each: {violation}")
+    if cluster.device.is_gpu:
+        remedies.append("a layout that `meshwright plan PLAN.yaml --save FILE` chooses")
+    ranks = many(world, "rank")
+    raise IllegalLayout(f"{machines}, one process on each, and the layout {ranks}: take {', or '.join(remedies)}")
 
 
 def _job(parsed: Plan, to: str, folder: Path, grace: int | None, image: str) -> Job:
@@ -299,12 +327,14 @@ def _notes(job: Job, to: str, folder: Path) -> Iterator[str]:
         if not expected.fits:
             room = short_gib(usable_bytes(plan))
             yield f"it does not fit: a device needs {short_gib(expected.peak_bytes)} of {room}; see meshwright plan"
-    urls = {url for url in (plan.data.path, *(source.path for source in plan.data.sources)) if is_url(url)}
-    if urls:
-        yield f"nodes need the right to read {', '.join(sorted(urls))}: a role, or variables in the job's file"
+    if urls := [url for url in job.urls if url != plan.store.url]:
+        yield f"nodes need the right to read {', '.join(urls)}: a role, or variables in the job's file"
     for source in (*(source.path for source in plan.data.sources), plan.data.path, plan.init, plan.teacher_init):
         if Path(source).is_absolute():
-            yield f"{source} must be readable on every node" + (", in the image or a volume" if to != "slurm" else "")
+            is_here = Path(source).exists() or any(iglob(source, recursive=True))
+            missing = "" if is_here else "is not on this machine, and "
+            where = ", in the image or a volume" if to != "slurm" else ""
+            yield f"{source} {missing}must be readable on every node{where}"
     if plan.store.url and to != "slurm":
         yield f"nodes need the right to read and write {plan.store.url}: a role, or variables in the job's file"
     shared = {folder} if plan.store.url else {folder, Path(plan.run)}

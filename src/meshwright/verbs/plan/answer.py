@@ -39,7 +39,7 @@ from meshwright.planner.search.ranking import Ranking, search
 from meshwright.planner.search.recommend import enough_nodes, rank_candidates, recommend
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Budget, budget
-from meshwright.spec import Layout, Plan
+from meshwright.spec import Layout, Plan, Recipe
 from meshwright.spec.errors import ArgumentError, DoesNotFit, MeshwrightError, argument
 
 if TYPE_CHECKING:
@@ -151,8 +151,13 @@ class PlanAnswer(Answer):
         return write_files(self.software, self.plan, Path(folder))
 
     def save(self, file: str | Path) -> Path:
-        """Write the recommended plan, for `train`."""
-        return self.best.save(file)
+        """Write the recommended plan, for `train`, with the interval of saves that `weeks` proposes."""
+        best, recipe, timing = self.best, self.plan.recipe, self.timing
+        if timing is not None and recipe.checkpoint_every == Recipe().checkpoint_every:
+            # Nobody has chosen an interval of saves: the answer proposes one.
+            recipe = replace(recipe, checkpoint_every=timing.save_every(best.step_seconds))
+            best = replace(best, prediction=replace(best.prediction, plan=replace(self.plan, recipe=recipe)))
+        return best.save(file)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document that `meshwright plan --json` prints."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from math import log
+from math import inf, log
 from typing import TypeVar
 
 from meshwright.interface.terminal.screen_text import continued, dot, width, wrapped
@@ -165,7 +165,8 @@ def footnotes(answer: RentAnswer, *, every: bool = False) -> Iterator[str]:
         f"Counted: a failure every {conditions.mtbf_device_hours:,.0f} hours of a device{whose}, "
         f"{conditions.evaluation:.0%} for evaluation, {duration(conditions.restart_s)} for a restart, "
         f"{duration(conditions.repair_s)} until a node is back, "
-        f"checkpoints at {conditions.storage_bytes_per_s / 1e9:g} GB/s per node."
+        f"checkpoints at {conditions.storage_bytes_per_s / 1e9:g} GB/s per node"
+        + (f", {conditions.storage_limit / 1e12:g} TB/s in all." if conditions.storage_limit < inf else ".")
     )
     yield (
         "Energy: datasheet watts of all devices all the time, without hosts and cooling. Bills: "

@@ -4,6 +4,7 @@ torchrun starts all ranks again when a node is lost or comes back. Every rank re
 same rules, so ranks need no exchange before they know how many of them train. Batch, recipe and order of rows stay.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +47,13 @@ def read_elastic_plan(words: Sequence[str], elastic: str, notes: list[str]) -> t
     plan, resume = read_plan(words, {}, processes=nodes.most * per_node, notes=notes)
     if resume != "auto":
         raise ArgumentError("elastic", elastic, f"needs {argument('resume', 'auto')}: nodes change by a restart")
+    # A variable that torchrun always sets.
+    if "GROUP_WORLD_SIZE" not in os.environ:
+        remedy = f"needs torchrun --nnodes {elastic}, which starts all ranks again when a node is lost or comes back"
+        raise ArgumentError("elastic", elastic, remedy)
+    if nodes.least == nodes.most:
+        waits = "waits for a lost node and keeps the layout: take MIN below MAX to go on with fewer nodes"
+        notes.append(f"--elastic {elastic} {waits}")
     plan, used, why = fit_to_nodes(plan, nodes, present, per_node)
     if why:
         notes.append(why)
