@@ -26,31 +26,25 @@ SEARCHING = "rent: searching the layouts of every device and number of nodes, ab
 
 def rent(
     model: AskedModel,
-    tokens: Annotated[str | None, typer.Option("--tokens", metavar="N", help="Tokens of the run, as 1T.")] = None,
+    tokens: Annotated[str | None, typer.Option(metavar="N", help="Tokens of the run, as 1T.")] = None,
     dataset_size: Annotated[
-        str | None,
-        typer.Option("--dataset-size", metavar="N", help="Tokens of the data, with --epochs in place of --tokens."),
+        str | None, typer.Option(metavar="N", help="Tokens of the data, with --epochs in place of --tokens.")
     ] = None,
-    epochs: Annotated[float, typer.Option("--epochs", metavar="NUMBER", help="Passes over --dataset-size.")] = 1.0,
-    deadline: Annotated[
-        str | None, typer.Option("--deadline", metavar="TIME", help="Longest time, as 30d, 2w, 12h, 90min.")
-    ] = None,
-    budget: Annotated[float | None, typer.Option("--budget", metavar="USD", help="Most dollars.")] = None,
+    epochs: Annotated[float, typer.Option(metavar="NUMBER", help="Passes over --dataset-size.")] = 1.0,
+    deadline: Annotated[str | None, typer.Option(metavar="TIME", help="Longest time, as 30d, 2w, 12h, 90min.")] = None,
+    budget: Annotated[float | None, typer.Option(metavar="USD", help="Most dollars.")] = None,
     prices: Annotated[
-        Path | None,
-        typer.Option("--prices", metavar="FILE.csv", help="Your prices: columns device, usd_per_gpu_hour, nodes ..."),
+        Path | None, typer.Option(metavar="FILE.csv", help="Your prices: columns device, usd_per_gpu_hour, nodes ...")
     ] = None,
     devices: Annotated[
-        list[str] | None,
-        typer.Option("--devices", metavar="NAME,...", help="Try only these. [default: all with a price]"),
+        list[str] | None, typer.Option(metavar="NAME,...", help="Try only these. [default: all with a price]")
     ] = None,
     nodes: Annotated[
         list[str] | None,
-        typer.Option("--nodes", metavar="N,...", help="Try only these numbers of nodes. [default: powers of 2 to 256]"),
+        typer.Option(metavar="N,...", help="Try only these numbers of nodes. [default: powers of 2 to 256]"),
     ] = None,
     tune: Annotated[
-        str,
-        typer.Option("--tune", metavar="HOW", help="Fine-tuning: `full`, `lora`, `qlora`, or with a rank `lora:64`."),
+        str, typer.Option(metavar="HOW", help="Fine-tuning: `full`, `lora`, `qlora`, or with a rank `lora:64`.")
     ] = "",
     recipe: AskedRecipe = None,
     quick: Annotated[
@@ -61,15 +55,14 @@ def rent(
     repair: AskedRepair = None,
     storage: AskedStorage = None,
     evaluation: Annotated[
-        float | None,
-        typer.Option("--evaluation", metavar="SHARE", help="Evaluation time over step time. [default: 0.01]"),
+        float | None, typer.Option(metavar="SHARE", help="Evaluation time over step time. [default: 0.01]")
     ] = None,
     spares: Annotated[
-        int | None, typer.Option("--spares", metavar="INT", help="Spare nodes. [default: the cheapest number]")
+        int | None, typer.Option(metavar="INT", help="Spare nodes. [default: the cheapest number]")
     ] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Rent for serving instead of training.")] = False,
     latency: Annotated[
-        float | None, typer.Option("--latency", metavar="MS", help="With --serve: most time per token after the first.")
+        float | None, typer.Option(metavar="MS", help="With --serve: most time per token after the first.")
     ] = None,
     input_length: AskedInput = None,
     output_length: AskedOutput = None,
@@ -78,7 +71,7 @@ def rent(
     kv_dtype: AskedKv = "",
     framework: AskedFramework = "",
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE.html", help="Also write one page, for a browser offline.")
+        Path | None, typer.Option(metavar="FILE.html", help="Also write one page, for a browser offline.")
     ] = None,
     every: Annotated[
         bool, typer.Option("--all", help="Print every row of the front, and the devices without a price.")

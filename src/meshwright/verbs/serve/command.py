@@ -70,31 +70,26 @@ def check_copies(mib: int | None, cache_dtype: str) -> None:
 
 def serve(
     model: ModelPath,
-    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 = any free one.")] = 8000,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 8000,
     api_key_file: Annotated[
-        Path | None,
-        typer.Option("--api-key-file", help=f"Accepted keys, one per line. A single key can be in ${KEY_VARIABLE}."),
+        Path | None, typer.Option(help=f"Accepted keys, one per line. A single key can be in ${KEY_VARIABLE}.")
     ] = None,
     without_key: Annotated[
         bool, typer.Option("--without-key", help="Listen beyond this machine without any key.")
     ] = False,
-    name: Annotated[
-        str | None, typer.Option("--name", help="Name of the model in requests.  [default: its folder]")
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the model in requests.  [default: its folder]")] = None,
     dtype: ServedDtype = "auto",
     checkpoint: Checkpoint = "last",
     generation_config: Annotated[
         bool,
         typer.Option(
-            "--generation-config/--no-generation-config",
-            help="Take temperature, top_p and the like from generation_config.json, where a request gives none.",
+            help="Take temperature, top_p and the like from generation_config.json, where a request gives none."
         ),
     ] = True,
     adapter: Annotated[
         list[str] | None,
         typer.Option(
-            "--adapter",
             metavar="NAME=DIR",
             help="LoRA adapter that requests name as their model: a PEFT folder, or a run with model.lora. Repeatable.",
         ),
@@ -102,7 +97,6 @@ def serve(
     adapter_dir: Annotated[
         Path | None,
         typer.Option(
-            "--adapter-dir",
             metavar="DIR",
             help="Let requests load PEFT adapters from this folder, and unload any, while the server runs.",
         ),
