@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -105,31 +105,27 @@ AskedOutputFolder = Annotated[
 AskedServe = Annotated[
     bool, typer.Option("--serve", help="Plan serving instead of training: memory, concurrency, tokens per second.")
 ]
+
+
+def _for_serving(flag: str, metavar: str, help: str) -> Any:
+    """Return an option that goes with --serve. Its help names the default, which depends on the verb."""
+    return typer.Option(flag, metavar=metavar, help=f"With --serve: {help}", show_default=False)
+
+
 AskedQuantization = Annotated[
     str,
-    typer.Option(
-        "--quantization", metavar="NAME",
-        help="With --serve: weights as bf16, fp8, nvfp4, int4_wo, or a scheme of quantize. [default: bf16]",
-        show_default=False,
+    _for_serving(
+        "--quantization", "NAME", "weights as bf16, fp8, nvfp4, int4_wo, or a scheme of quantize. [default: bf16]"
     ),
-]  # fmt: skip
+]
 AskedKv = Annotated[
-    str,
-    typer.Option(
-        "--kv-dtype", metavar="NAME", help="With --serve: keys and values as bf16, fp8, int8 or fp32. [default: bf16]",
-        show_default=False,
-    ),
-]  # fmt: skip
+    str, _for_serving("--kv-dtype", "NAME", "keys and values as bf16, fp8, int8 or fp32. [default: bf16]")
+]
 AskedFramework = Annotated[
-    str,
-    typer.Option(
-        "--framework", metavar="NAME", help="With --serve: vllm, sglang, trtllm or meshwright. [default: vllm]",
-        show_default=False,
-    ),
-]  # fmt: skip
+    str, _for_serving("--framework", "NAME", "vllm, sglang, trtllm or meshwright. [default: vllm]")
+]
 AskedAdapters = Annotated[
-    int | None,
-    typer.Option("--adapters", metavar="INT", help="With --serve: LoRA adapters on top of the model. [default: 0]"),
+    int | None, _for_serving("--adapters", "INT", "LoRA adapters on top of the model. [default: 0]")
 ]
 AskedAdapterRank = Annotated[
     int | None, typer.Option("--adapter-rank", metavar="INT", help="With --adapters: rank of each. [default: 16]")
@@ -148,26 +144,13 @@ AskedMeasure = Annotated[
         help="With --serve and a file of calibrate: also run the load here, and print planned, dry run and measured.",
     ),
 ]
-AskedInput = Annotated[
-    int | None, typer.Option("--input-length", metavar="INT", help="With --serve: tokens of a prompt. [default: 1024]")
-]
-AskedOutput = Annotated[
-    int | None,
-    typer.Option("--output-length", metavar="INT", help="With --serve: tokens of an answer. [default: 1024]"),
-]
-AskedConcurrency = Annotated[
-    int | None, typer.Option("--concurrency", metavar="INT", help="With --serve: requests in flight. [default: 64]")
-]
+AskedInput = Annotated[int | None, _for_serving("--input-length", "INT", "tokens of a prompt. [default: 1024]")]
+AskedOutput = Annotated[int | None, _for_serving("--output-length", "INT", "tokens of an answer. [default: 1024]")]
+AskedConcurrency = Annotated[int | None, _for_serving("--concurrency", "INT", "requests in flight. [default: 64]")]
 # compare serves the load on this machine, where a smaller one takes long enough.
-ServedInput = Annotated[
-    int | None, typer.Option("--input-length", metavar="INT", help="With --serve: tokens of a prompt. [default: 256]")
-]
-ServedOutput = Annotated[
-    int | None, typer.Option("--output-length", metavar="INT", help="With --serve: tokens of an answer. [default: 64]")
-]
-ServedConcurrency = Annotated[
-    int | None, typer.Option("--concurrency", metavar="INT", help="With --serve: requests in flight. [default: 8]")
-]
+ServedInput = Annotated[int | None, _for_serving("--input-length", "INT", "tokens of a prompt. [default: 256]")]
+ServedOutput = Annotated[int | None, _for_serving("--output-length", "INT", "tokens of an answer. [default: 64]")]
+ServedConcurrency = Annotated[int | None, _for_serving("--concurrency", "INT", "requests in flight. [default: 8]")]
 
 
 def check_adapter(adapter: Path | None) -> None:
