@@ -5,27 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.interface.options import (
-    AskedConcurrency,
-    AskedFramework,
-    AskedInput,
-    AskedKv,
-    AskedModel,
-    AskedMtbf,
-    AskedOutput,
-    AskedQuantization,
-    AskedRecipe,
-    AskedRepair,
-    AskedRestart,
-    AskedStorage,
-)
+from meshwright.interface import options
 from meshwright.spec.errors import ArgumentError, argument
 
 SEARCHING = "rent: searching the layouts of every device and number of nodes, about ten seconds"
 
 
 def rent(
-    model: AskedModel,
+    model: options.AskedModel,
     tokens: Annotated[str | None, typer.Option(metavar="N", help="Tokens of the run, as 1T.")] = None,
     dataset_size: Annotated[
         str | None, typer.Option(metavar="N", help="Tokens of the data, with --epochs in place of --tokens.")
@@ -46,14 +33,14 @@ def rent(
     tune: Annotated[
         str, typer.Option(metavar="HOW", help="Fine-tuning: `full`, `lora`, `qlora`, or with a rank `lora:64`.")
     ] = "",
-    recipe: AskedRecipe = None,
+    recipe: options.AskedRecipe = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Skip the second search, over all layouts of plan, for rows of the front.")
     ] = False,
-    mtbf: AskedMtbf = None,
-    restart: AskedRestart = None,
-    repair: AskedRepair = None,
-    storage: AskedStorage = None,
+    mtbf: options.AskedMtbf = None,
+    restart: options.AskedRestart = None,
+    repair: options.AskedRepair = None,
+    storage: options.AskedStorage = None,
     evaluation: Annotated[
         float | None, typer.Option(metavar="SHARE", help="Evaluation time over step time. [default: 0.01]")
     ] = None,
@@ -64,12 +51,12 @@ def rent(
     latency: Annotated[
         float | None, typer.Option(metavar="MS", help="With --serve: most time per token after the first.")
     ] = None,
-    input_length: AskedInput = None,
-    output_length: AskedOutput = None,
-    concurrency: AskedConcurrency = None,
-    quantization: AskedQuantization = "",
-    kv_dtype: AskedKv = "",
-    framework: AskedFramework = "",
+    input_length: options.AskedInput = None,
+    output_length: options.AskedOutput = None,
+    concurrency: options.AskedConcurrency = None,
+    quantization: options.AskedQuantization = "",
+    kv_dtype: options.AskedKv = "",
+    framework: options.AskedFramework = "",
     html: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Also write one page, for a browser offline.")
     ] = None,
