@@ -120,6 +120,27 @@ def _stacked(positions_of: Callable[..., tuple[float, ...]], count: int) -> Call
     return lambda rows: np.stack(cast(tuple[Array, ...], positions_of(*rows[:, :count].T)), 1)
 
 
+PRODUCT_START = {
+    "launch_us": 2.0, "rate": 0.95, "wave": 0.5, "feed": 100.0, "step_us": 0.06, "inner_half": 200.0, "split_us": 2.0,
+    "split_bytes": 4.0, "shortest": 256.0, "cached": 0.4, "cache_rate": 0.7, "memory": 0.85, "blend": 3.0,
+}  # fmt: skip
+QUANTIZING_START = {"quantize_us": 3.0, "quantize_memory": 0.6}
+PREFILL_START = {
+    "launch_us": 7.0, "rate": 0.6, "padding": 64.0, "dim64": 0.7, "dim192": 1.0, "dim256": 1.1, "dim512": 0.7,
+    "tile_us": 1.0, "tail": 0.5, "memory": 0.5, "row_us": 1.0,
+}  # fmt: skip
+DECODE_START = {
+    "launch_us": 6.0, "memory": 0.85, "cached": 0.3, "cache_rate": 1.2, "rate": 0.2, "step_us": 0.3, "split_us": 1.5,
+    "pair_us": 5.0, "row_us": 1.0,
+}  # fmt: skip
+EXPERTS_START = {
+    "launch_us": 30.0, "expert_us": 3.0, "memory": 0.85, "passes": 1.0, "rate": 0.5, "step_us": 0.05, "tile_us": 0.3,
+    "wave": 0.8, "uneven": 0.3, "hot": 0.1, "skewed": 0.05, "row_us": 1.0, "blend": 2.0,
+}  # fmt: skip
+COLLECTIVE_START = {"launch_us": 6.0, "hop": 0.12, "link": 0.8, "small": 2e5, "blend": 1.5}
+"""Constants before a fit. `Figures` of fitted_kernel says what each is."""
+COLLECTIVE_OWN = ("launch_us", "link")
+"""Constants of a collective that each device has of its own. The others are the same for all."""
 SHAPE = ("m", "n", "k")
 PRODUCT: dict[str, Any] = dict(
     file="kernel_gemm.csv", columns=SHAPE, places=lambda rows: rows[:, :3], split=(1, 2), smooth=0.3,
@@ -128,18 +149,18 @@ PRODUCT: dict[str, Any] = dict(
 DIMS = (64, 128, 256, 512)
 HEADS = ("heads", "kv_heads", "head_dim")
 KINDS = (
-    Kind(name="product.bf16", dtype="bfloat16", formula=_product(2.0), start=times.PRODUCT, **PRODUCT),
-    Kind(name="product.fp8", dtype="fp8", formula=_product(1.0), start=times.PRODUCT | times.QUANTIZING, **PRODUCT),
+    Kind(name="product.bf16", dtype="bfloat16", formula=_product(2.0), start=PRODUCT_START, **PRODUCT),
+    Kind(name="product.fp8", dtype="fp8", formula=_product(1.0), start=PRODUCT_START | QUANTIZING_START, **PRODUCT),
     Kind(
         name="prefill", file="kernel_attention_forward.csv", columns=("batch", "seq_len", *HEADS),
-        formula=_of_first_columns(times.prefill_us, 5), start=times.PREFILL,
+        formula=_of_first_columns(times.prefill_us, 5), start=PREFILL_START,
         places=_stacked(times.prefill_place, 5), split=(2, 3), smooth=0.1,
         axes=((1, 4, 16, 64, 256, 1024, 4096, 16384), (1, *(2**power for power in range(4, 15))), (1, 2, 4, 16, 64),
               DIMS),
     ),
     Kind(
         name="decode", file="kernel_attention_decode.csv", columns=("batch", "context", *HEADS),
-        formula=_of_first_columns(times.decode_us, 5), start=times.DECODE,
+        formula=_of_first_columns(times.decode_us, 5), start=DECODE_START,
         places=_stacked(times.decode_place, 5), split=(2, 3), smooth=0.1,
         axes=(tuple(2**power for power in range(14)),
               (2, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768, 131072), (1, 2, 4, 16, 64), DIMS),
@@ -147,14 +168,14 @@ KINDS = (
     Kind(
         name="experts", file="kernel_moe_forward.csv",
         columns=("tokens", "hidden", "ffn", "top_k", "experts", "tp", "ep", "distribution"),
-        formula=_of_first_columns(times.experts_us, 8), start=times.EXPERTS,
+        formula=_of_first_columns(times.experts_us, 8), start=EXPERTS_START,
         places=_stacked(times.experts_place, 8), split=(1, 2, 3, 4, 5, 6), smooth=0.1,
         axes=((1, 4, 16, 64, 256, 1024, 4096, 16384, 65536), (1, 4, 16, 64, 256, 512), (32, 256, 1024, 4096, 14336),
               (1, 16, 256), (1, 2.1)),
     ),
     Kind(
         name="collective", file="kernel_nccl.csv", columns=("collective", "size_bytes", "gpus"), formula=_collective,
-        start=times.COLLECTIVE, places=_stacked(times.collective_place, 3), split=(0, 2), smooth=1.0,
-        own_constants=times.COLLECTIVE_OWN, coupling=(0.1, 0.3, 0.3), axes=((1, 2, 4, 8), (2, 4, 8), SIZES),
+        start=COLLECTIVE_START, places=_stacked(times.collective_place, 3), split=(0, 2), smooth=1.0,
+        own_constants=COLLECTIVE_OWN, coupling=(0.1, 0.3, 0.3), axes=((1, 2, 4, 8), (2, 4, 8), SIZES),
     ),
 )  # fmt: skip

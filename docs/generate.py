@@ -298,9 +298,9 @@ def source(words: str) -> str:
 
 def trl_flags(_: str = "") -> str:
     """Flags of TRL's scripts, and what `tune --from-trl` makes of them."""
-    from meshwright.verbs.tune.trl_flags import page_rows
+    from meshwright.verbs.tune.trl_flags import FLAGS
 
-    rows = (f"| {flags} | {keys} |" for flags, keys in page_rows())
+    rows = (f"| {', '.join(f'`--{name}`' for name in flag.names)} | {flag.keys} |" for flag in FLAGS)
     return "\n".join(["| TRL | here |", "|---|---|", *rows]) + "\n"
 
 

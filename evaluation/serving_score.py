@@ -9,8 +9,9 @@ from hashlib import sha256
 from statistics import median
 
 from evaluation.published_serving import ACCEPTED, ServingRow, UnknownRow
+from evaluation.separate_engines import serve_apart
 from meshwright.planner.accuracy.score import quantile, spearman
-from meshwright.planner.serving.closed_loop import Served, serve, serve_apart
+from meshwright.planner.serving.closed_loop import Served, serve
 from meshwright.planner.serving.deployment import Deployment
 from meshwright.planner.serving.device_kernels import DeviceKernels
 from meshwright.planner.serving.serving_memory import serving_memory

@@ -6,11 +6,15 @@ from pathlib import Path
 import pytest
 
 from evaluation.published_serving import MADE, ServingRow, UnknownRow, read_serving, served_model
+from evaluation.separate_engines import serve_apart
 from evaluation.serving_score import JudgedServing, ServingJudge, held_out, score_serving
+from meshwright.planner.serving.closed_loop import Load, serve
 from meshwright.planner.serving.deployment import EngineDegrees
 from meshwright.planner.serving.serving_memory import weights_bytes
+from meshwright.planner.serving.step_times import StepTimes
 from meshwright.spec.weights.inventory import num_parameters
 from tests.planner.published_tables import table
+from tests.planner.test_serving_memory import deployment
 
 COLUMNS = (
     "backend", "backend_version", "model_path", "system", "precision", "mode", "isl", "osl", "gemm_quant_mode",
@@ -144,3 +148,12 @@ def test_published_deployments_fit_into_their_memory() -> None:
         if weights_bytes(deployment) > 0.95 * deployment.device.memory_bytes
     ]
     assert not too_large, [(measured.number, measured.family) for measured in too_large]
+
+
+def test_prompts_apart_leave_decoding_alone_and_may_be_the_narrow_place() -> None:
+    engine = deployment("llama-3.1-8b")
+    times, load = StepTimes(engine), Load(input_tokens=2048, output_tokens=128, concurrency=32)
+    together, apart = serve(times, load), serve_apart(times, times, load, (1, 1))
+    assert apart.per_token_s < together.per_token_s
+    narrow = serve_apart(times, times, load, (1, 4))
+    assert narrow.first_token_s > serve_apart(times, times, load, (4, 4)).first_token_s

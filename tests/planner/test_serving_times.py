@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.planner.cost import speeds
 from meshwright.planner.serving.cached_layers import served
-from meshwright.planner.serving.closed_loop import Load, serve, serve_apart
+from meshwright.planner.serving.closed_loop import Load, serve
 from meshwright.planner.serving.deployment import MESHWRIGHT, SGLANG, VLLM, Deployment, EngineDegrees, Framework
 from meshwright.planner.serving.step_times import StepTimes
 from meshwright.spec import presets
@@ -107,15 +107,6 @@ def test_drafts_make_a_step_longer_and_a_token_sooner() -> None:
     assert StepTimes(plain).decode_s(4, 1024) < StepTimes(drafted).decode_s(4, 1024)
     load = Load(input_tokens=512, output_tokens=128, concurrency=4)
     assert serve(StepTimes(drafted), load, accepted=2.4).per_token_s < serve(StepTimes(plain), load).per_token_s
-
-
-def test_prompts_apart_leave_decoding_alone_and_may_be_the_narrow_place() -> None:
-    engine = deployment("llama-3.1-8b")
-    times, load = StepTimes(engine), Load(input_tokens=2048, output_tokens=128, concurrency=32)
-    together, apart = serve(times, load), serve_apart(times, times, load, (1, 1))
-    assert apart.per_token_s < together.per_token_s
-    narrow = serve_apart(times, times, load, (1, 4))
-    assert narrow.first_token_s > serve_apart(times, times, load, (4, 4)).first_token_s
 
 
 def test_experts_that_are_spread_over_more_ranks_are_sooner() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,8 +14,7 @@ ModelPath = Annotated[
     Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="Run folder, Hugging Face directory or .gguf file.")
 ]
 Checkpoint = Annotated[
-    str,
-    typer.Option("--checkpoint", metavar="WHICH", help="Checkpoint of a run: last, best by held-out loss, or a step."),
+    str, typer.Option(metavar="WHICH", help="Checkpoint of a run: last, best by held-out loss, or a step.")
 ]
 ServedDtype = Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: fp32 on a CPU, as stored on a GPU.")]
 Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")]
@@ -26,8 +25,7 @@ TopK = Annotated[int, typer.Option(help="Sample from the k likeliest tokens only
 TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that together reach p only.")]
 Seed = Annotated[int, typer.Option(help="Seed of the sampling.")]
 Adapter = Annotated[
-    Path | None,
-    typer.Option("--adapter", metavar="DIR", help="LoRA adapter to apply: a PEFT folder, or a run with model.lora."),
+    Path | None, typer.Option(metavar="DIR", help="LoRA adapter to apply: a PEFT folder, or a run with model.lora.")
 ]
 AskedModel = Annotated[
     str,
@@ -42,24 +40,20 @@ ModelOrNone = Annotated[
     ),
 ]
 AskedMtbf = Annotated[
-    float | None,
-    typer.Option("--mtbf", metavar="HOURS", help="Hours of a device between failures. [default: 50677, Llama 3's]"),
+    float | None, typer.Option(metavar="HOURS", help="Hours of a device between failures. [default: 50677, Llama 3's]")
 ]
 AskedRestart = Annotated[
-    float | None,
-    typer.Option("--restart", metavar="SECONDS", help="Seconds from a failure to the next step. [default: 180]"),
+    float | None, typer.Option(metavar="SECONDS", help="Seconds from a failure to the next step. [default: 180]")
 ]
 AskedRepair = Annotated[
-    float | None, typer.Option("--repair", metavar="HOURS", help="Hours until a failed node is back. [default: 24]")
+    float | None, typer.Option(metavar="HOURS", help="Hours until a failed node is back. [default: 24]")
 ]
 AskedStorage = Annotated[
-    float | None,
-    typer.Option("--storage", metavar="GB/s", help="Write speed of each node, for checkpoints. [default: 2]"),
+    float | None, typer.Option(metavar="GB/s", help="Write speed of each node, for checkpoints. [default: 2]")
 ]
 AskedCluster = Annotated[
     str | None,
     typer.Option(
-        "--cluster",
         metavar="NAME|FILE.toml",
         help="Device and number per node: h100x8; a machine: p5.48xlarge; or a file of calibrate.",
     ),
@@ -67,15 +61,12 @@ AskedCluster = Annotated[
 RunCluster = Annotated[
     str | None,
     typer.Option(
-        "--cluster",
-        metavar="NAME|FILE.toml",
-        help="Cluster of the planned column, as for plan. [default: that of the plan]",
+        metavar="NAME|FILE.toml", help="Cluster of the planned column, as for plan. [default: that of the plan]"
     ),
 ]
-AskedNodes = Annotated[int | None, typer.Option("--nodes", help="Nodes of the cluster.")]
+AskedNodes = Annotated[int | None, typer.Option(help="Nodes of the cluster.")]
 AskedRecipe = Annotated[
-    list[str] | None,
-    typer.Option("--recipe", metavar="KEY=VALUE,...", help="sequence=8192,global_batch=1024,precision=bf16 ..."),
+    list[str] | None, typer.Option(metavar="KEY=VALUE,...", help="sequence=8192,global_batch=1024,precision=bf16 ...")
 ]
 Words = Annotated[
     list[str] | None,
@@ -105,39 +96,27 @@ AskedOutputFolder = Annotated[
 AskedServe = Annotated[
     bool, typer.Option("--serve", help="Plan serving instead of training: memory, concurrency, tokens per second.")
 ]
+
+
+def _for_serving(metavar: str, help: str) -> Any:
+    """Return an option that goes with --serve. Its help names the default, which depends on the verb."""
+    return typer.Option(metavar=metavar, help=f"With --serve: {help}", show_default=False)
+
+
 AskedQuantization = Annotated[
     str,
-    typer.Option(
-        "--quantization", metavar="NAME",
-        help="With --serve: weights as bf16, fp8, nvfp4, int4_wo, or a scheme of quantize. [default: bf16]",
-        show_default=False,
-    ),
-]  # fmt: skip
-AskedKv = Annotated[
-    str,
-    typer.Option(
-        "--kv-dtype", metavar="NAME", help="With --serve: keys and values as bf16, fp8, int8 or fp32. [default: bf16]",
-        show_default=False,
-    ),
-]  # fmt: skip
-AskedFramework = Annotated[
-    str,
-    typer.Option(
-        "--framework", metavar="NAME", help="With --serve: vllm, sglang, trtllm or meshwright. [default: vllm]",
-        show_default=False,
-    ),
-]  # fmt: skip
-AskedAdapters = Annotated[
-    int | None,
-    typer.Option("--adapters", metavar="INT", help="With --serve: LoRA adapters on top of the model. [default: 0]"),
+    _for_serving("NAME", "weights as bf16, fp8, nvfp4, int4_wo, or a scheme of quantize. [default: bf16]"),
 ]
+AskedKv = Annotated[str, _for_serving("NAME", "keys and values as bf16, fp8, int8 or fp32. [default: bf16]")]
+AskedFramework = Annotated[str, _for_serving("NAME", "vllm, sglang, trtllm or meshwright. [default: vllm]")]
+AskedAdapters = Annotated[int | None, _for_serving("INT", "LoRA adapters on top of the model. [default: 0]")]
 AskedAdapterRank = Annotated[
-    int | None, typer.Option("--adapter-rank", metavar="INT", help="With --adapters: rank of each. [default: 16]")
+    int | None, typer.Option(metavar="INT", help="With --adapters: rank of each. [default: 16]")
 ]
 AskedAdapterTargets = Annotated[
     str,
     typer.Option(
-        "--adapter-targets", metavar="NAMES", help="With --adapters: matrices, as model.lora.targets. [default: all]",
+        metavar="NAMES", help="With --adapters: matrices, as model.lora.targets. [default: all]",
         show_default=False,
     ),
 ]  # fmt: skip
@@ -148,26 +127,13 @@ AskedMeasure = Annotated[
         help="With --serve and a file of calibrate: also run the load here, and print planned, dry run and measured.",
     ),
 ]
-AskedInput = Annotated[
-    int | None, typer.Option("--input-length", metavar="INT", help="With --serve: tokens of a prompt. [default: 1024]")
-]
-AskedOutput = Annotated[
-    int | None,
-    typer.Option("--output-length", metavar="INT", help="With --serve: tokens of an answer. [default: 1024]"),
-]
-AskedConcurrency = Annotated[
-    int | None, typer.Option("--concurrency", metavar="INT", help="With --serve: requests in flight. [default: 64]")
-]
+AskedInput = Annotated[int | None, _for_serving("INT", "tokens of a prompt. [default: 1024]")]
+AskedOutput = Annotated[int | None, _for_serving("INT", "tokens of an answer. [default: 1024]")]
+AskedConcurrency = Annotated[int | None, _for_serving("INT", "requests in flight. [default: 64]")]
 # compare serves the load on this machine, where a smaller one takes long enough.
-ServedInput = Annotated[
-    int | None, typer.Option("--input-length", metavar="INT", help="With --serve: tokens of a prompt. [default: 256]")
-]
-ServedOutput = Annotated[
-    int | None, typer.Option("--output-length", metavar="INT", help="With --serve: tokens of an answer. [default: 64]")
-]
-ServedConcurrency = Annotated[
-    int | None, typer.Option("--concurrency", metavar="INT", help="With --serve: requests in flight. [default: 8]")
-]
+ServedInput = Annotated[int | None, _for_serving("INT", "tokens of a prompt. [default: 256]")]
+ServedOutput = Annotated[int | None, _for_serving("INT", "tokens of an answer. [default: 64]")]
+ServedConcurrency = Annotated[int | None, _for_serving("INT", "requests in flight. [default: 8]")]
 
 
 def check_adapter(adapter: Path | None) -> None:

@@ -204,17 +204,12 @@ class RunSamples:
 class NextTokenLogits:
     """Stand-in for an objective that records the logits behind one token of each row."""
 
-    by_position = True
     figures: tuple[str, ...] = ()
 
     def __init__(self, columns: tuple[int, ...] | None, positions: Sequence[int]) -> None:
         """Take the `positions` of those tokens in whole rows. Further rows are filler."""
         self.columns, self.positions = columns, positions
         self.logits: Tensor | None = None
-
-    def count(self, batch: Batch) -> float:
-        """Return 0, since there is no loss to average."""
-        return 0.0
 
     def loss(self, predictions: Predictions, batch: Batch, scale: Tensor | None) -> Tensor:
         """Record logits (B, V or this rank's part), zero where another rank has the position. Return zero."""

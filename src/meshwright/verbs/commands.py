@@ -104,7 +104,7 @@ data = typer.Typer(cls=Verbs, help="Look at text and tokens, or encode them.", s
 def data_show(
     words: Words = None,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE.html", help="Write a page with more rows, for a browser.")
+        Path | None, typer.Option(metavar="FILE.html", help="Write a page with more rows, for a browser.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
 ) -> None:
@@ -123,12 +123,12 @@ def data_prepare(
         str, typer.Option("-o", "--out", metavar="STORE", help="Folder or URL of the store, new or begun before.")
     ] = "",
     part: Annotated[
-        str, typer.Option("--part", metavar="I/N", help="Encode this part of N, each on a machine of its own.")
+        str, typer.Option(metavar="I/N", help="Encode this part of N, each on a machine of its own.")
     ] = "1/1",
     processes: Annotated[
-        int | None, typer.Option("--processes", help="Encoding processes.  [default: one per core]", show_default=False)
+        int | None, typer.Option(help="Encoding processes.  [default: one per core]", show_default=False)
     ] = None,
-    shard_tokens: Annotated[int, typer.Option("--shard-tokens", help="Approximate tokens per shard.")] = 2**24,
+    shard_tokens: Annotated[int, typer.Option(help="Approximate tokens per shard.")] = 2**24,
     json: Annotated[bool, typer.Option("--json", help="Print what was done as one JSON document.")] = False,
 ) -> None:
     """Encode the text of a plan's data, which is given as for train, into a token store: data=STORE trains from it.

@@ -39,6 +39,11 @@ def worst_of(errors: Iterable[float]) -> float:
     return max(error if error == error else float("inf") for error in errors)
 
 
+def _relative_error(ours: Tensor, exact: Tensor) -> float:
+    exact = exact.double()
+    return float((ours.double() - exact).norm() / exact.norm())
+
+
 def _rounded(x: Tensor) -> Tensor:
     """Round x (N, K) fp32 to e4m3, with a power of two for each row."""
     scales = torch.exp2(torch.floor(torch.log2(448.0 / x.abs().amax(-1, keepdim=True).float())))
@@ -59,8 +64,7 @@ def _restored_error(make: Made, inputs: int, real: bool) -> float:
     nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :inputs].double()
     wide = [x.double().repeat_interleave(32, 1)[:, :inputs] for x in (scales, zeros)]
     exact = (nibbles - (wide[1] if real else 8)) * wide[0]
-    error: float = ((weight.double() - exact).norm() / exact.norm()).item()
-    return error
+    return _relative_error(weight, exact)
 
 
 def narrowed(make: Made) -> float:
@@ -105,7 +109,7 @@ def _packed_error(make: Made, inputs: int, rows: int) -> float:
     for matrix, numbers, added in cases:
         wide = matrix.scales.double().repeat_interleave(matrix.group or inputs, 1)[:, :inputs]
         exact = x.double() @ (numbers * wide).t() + (0 if added is None else added.double())
-        errors.append(((packed_product.packed_linear(x, matrix, added).double() - exact).norm() / exact.norm()).item())
+        errors.append(_relative_error(packed_product.packed_linear(x, matrix, added), exact))
     return worst_of(errors)
 
 
@@ -127,8 +131,7 @@ def _int8_error(make: Made, rows: int, inputs: int) -> float:
     plain = x.double().index_fill(1, columns.long(), 0.0)
     exact = plain @ (codes.double() * scales.double()).t() + x[:, columns.long()].double() @ weights.double().t()
     product = int8_product.int8_linear(x, narrow, int8_product.Int8Matrix(codes, scales, columns, weights), None)
-    error: float = ((product.double() - exact).norm() / exact.norm()).item()
-    return error
+    return _relative_error(product, exact)
 
 
 def _store(size: tuple[int, int, int, int], like: Tensor, form: str) -> paged.BlockStore:
@@ -219,18 +222,12 @@ def _attended_error(make: Callable[..., Tensor], form: str) -> float:
     )
 
 
-def _relative_error(ours: Tensor, exact: Tensor) -> float:
-    error: float = ((ours.double() - exact.double()).norm() / exact.double().norm()).item()
-    return error
-
-
 def likeliest_token(make: Callable[..., Tensor]) -> float:
     """Try rows of several blocks."""
     logits = make(3, 9000)
     likely, exact = logit_rows.likeliest(logits), logits.double().log_softmax(-1).max(-1)
     wrong = float((likely[:, 0] != exact.indices).any())
-    error: float = ((likely[:, 1].double() - exact.values).norm() / exact.values.norm()).item()
-    return worst_of((wrong, error))
+    return worst_of((wrong, _relative_error(likely[:, 1], exact.values)))
 
 
 def problem(operation: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -251,10 +248,8 @@ def _normal(device: torch.device, dtype: torch.dtype, *size: int) -> Tensor:
 
 
 def _largest_error(ours: Made, plain: Made, inputs: Sequence[Tensor]) -> float:
-    """Return the largest relative error of the result and of each gradient. NaN counts as infinite."""
-    outcome, exact = _outcome(ours, inputs), _outcome(plain, [x.double() for x in inputs])
-    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(outcome, exact, strict=True)]
-    return max(error if error == error else float("inf") for error in errors)
+    """Return the largest relative error of the result and of each gradient."""
+    return worst_of(map(_relative_error, _outcome(ours, inputs), _outcome(plain, [x.double() for x in inputs])))
 
 
 def _outcome(function: Made, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -314,8 +309,7 @@ def _merge(make: Made) -> float:
     part_lse = second.logsumexp(-1)
     flash.merge(out, lse, second.softmax(-1) @ second_values, part_lse, part_lse)
     exact = scores.softmax(-1) @ values.float()
-    error: float = ((out - exact).norm() / exact.norm()).item()
-    return error
+    return _relative_error(out, exact)
 
 
 def _loss(make: Made) -> float:
@@ -326,8 +320,7 @@ def _loss(make: Made) -> float:
     exact = F.cross_entropy(wide, targets, reduction="none")
     (slope,) = torch.autograd.grad(exact.sum(), wide)
     losses = logit_rows.losses(logits, targets, None, ignored=-100, gradient=True, smoothing=0.0, z=0.0)
-    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in ((losses, exact.detach()), (logits, slope))]
-    return max(error if error == error else float("inf") for error in errors)
+    return worst_of((_relative_error(losses, exact.detach()), _relative_error(logits, slope)))
 
 
 def _permute(make: Made) -> float:
@@ -396,8 +389,7 @@ def _narrow_error(
         size = (square / (1 - 0.95**number)).sqrt() + 1e-8
         exact = exact * (1 - 0.1 * 0.1) - 0.1 / (1 - 0.9**number) * mean / size
     updated = weight if copy is None else copy
-    error: float = ((updated.double() - exact).norm() / exact.norm()).item()
-    return error
+    return _relative_error(updated, exact)
 
 
 def _adamw(make: Made) -> float:
@@ -431,7 +423,7 @@ def _adamw_error(make: Made, dtype: torch.dtype, aligned: bool) -> float:
             weight_decay=0.1, eps=1e-8, grad_scale=numbers.divide_by, found_inf=numbers.skip,
         )  # fmt: skip
     pairs = [*zip(ours, exact, strict=True), *(() if copies is None else zip(copies, exact, strict=True))]
-    return worst_of(((a.float() - b).norm() / b.norm()).item() for a, b in pairs)
+    return worst_of(_relative_error(a, b) for a, b in pairs)
 
 
 def _squares(make: Made) -> float:

@@ -115,19 +115,15 @@ def facts(
         "timelines": timeline_tables(values, counts),
         "memory": coefficients(estimator, estimator.cluster.devices),
         "muon": matrix_tables(estimator, degrees),
-        "software": _software(estimator, values, seen, counts, software) if software else None,
+        "software": None
+        if software is None
+        else {
+            "word": software.word,
+            "title": software.title,
+            "known_errors": list(software.known_errors),
+            **option_tables(estimator, values, seen, counts, software),
+        },
     }
-
-
-def _software(
-    estimator: Estimator,
-    values: dict[str, Any],
-    layouts: list[dict[str, Any]],
-    counts: Iterable[int],
-    rules: SoftwareRules,
-) -> dict[str, Any]:
-    names = {"word": rules.word, "title": rules.title, "known_errors": list(rules.known_errors)}
-    return {**names, **option_tables(estimator, values, layouts, counts, rules)}
 
 
 def source(*names: str) -> str:

@@ -46,6 +46,41 @@ Measured: 0.73 (GB200) to 0.87 (A100); 0.71 (H100) to 0.76 (B200).
 STAND_INS = ("H100-SXM-80", "GB200", "H200-SXM", "B200-SXM", "A100-SXM-80")
 """Measured devices in the order in which they serve for one whose file lacks an operation."""
 Figures = Mapping[str, float]
+"""Constants of an operation on a device, as benchmarks/kernel_fit.py fits them. Microseconds end in _us.
+
+Of a product:
+rate: share of the best product. wave: 1 = a started wave costs a whole one, 0 = tiles are spread without a rest.
+feed: 1e3 bytes per microsecond into a processor. step_us: shortest step.
+split_us, split_bytes: of adding up the parts, and bytes of an element and part. shortest: least inner dim of a part.
+cached: share of the last-level cache in which operands stay from call to call.
+cache_rate, memory: bandwidth there and in memory, as shares of the memory's.
+blend: exponent of the sum of computing and moving; infinite = the longer of them.
+quantize_us, quantize_memory: of fp8 in vLLM, where a kernel scales and casts the activations first; its bandwidth.
+
+Of causal prefill:
+rate: share of the data sheet's peak at heads of 128. dimN: share of that rate at heads of N.
+padding: keys that a tile computes beyond those it needs. tile_us: time of a tile in addition to its products.
+tail: share of the longest tile that the other processors wait for.
+memory: share of the bandwidth for queries, keys, values, outputs. row_us: of a thousand sequences x heads.
+
+Of one new token over a cache:
+cached, cache_rate, memory: as of a product, of keys and values.
+rate: share of the peak, as the queries of a step fill at least 16 rows. step_us: of KEY_STEP keys.
+split_us: of merging the parts that processors made of a long context.
+pair_us, row_us: of a thousand sequences x key heads, and of a thousand sequences.
+
+Of a layer of experts:
+launch_us: of all kernels of the layer. expert_us: of a hundred experts. memory: share of the bandwidth for weights.
+passes: how often activations of all tokens x top_k are moved. rate: share of the best product.
+step_us, tile_us: of EXPERT_STEP of the inner dim, and of a tile. wave: as of a product.
+uneven: share of the tokens that skewed routing concentrates on experts that are busy anyhow.
+hot: more tokens of the busiest rank for each doubling of ep. skewed: time that skew adds.
+row_us: of a thousand tokens x top_k.
+
+Of a collective, whose bytes are those of the whole tensor, as nccl-tests count them:
+hop: of a step to another rank, of launch_us. link: share of the data sheet's bandwidth in one direction.
+small: bytes a rank sends at which half of that is reached.
+"""
 TILES = (
     (16, 64), (16, 128), (32, 64), (32, 128), (64, 32), (64, 64), (64, 128), (128, 64), (128, 128), (64, 256),
     (256, 64), (128, 256), (256, 128), (256, 256),
@@ -58,68 +93,15 @@ NARROW_HEAD_SHARE = 0.86
 """Factor on attention's rate with heads of 64, over those of 128."""
 NEVER_US = 1e12
 """Longer than any kernel: the start of a search for the fastest tile."""
-PRODUCT: dict[str, float] = {
-    "launch_us": 2.0, "rate": 0.95, "wave": 0.5, "feed": 100.0, "step_us": 0.06, "inner_half": 200.0, "split_us": 2.0,
-    "split_bytes": 4.0, "shortest": 256.0, "cached": 0.4, "cache_rate": 0.7, "memory": 0.85, "blend": 3.0,
-}  # fmt: skip
-"""Constants of a product before a fit.
-rate: share of the best product. wave: 1 = a started wave costs a whole one, 0 = tiles are spread without a rest.
-feed: 1e3 bytes per microsecond into a processor. step_us: shortest step.
-split_us, split_bytes: of adding up the parts, and bytes of an element and part. shortest: least inner dim of a part.
-cached: share of the last-level cache in which operands stay from call to call.
-cache_rate, memory: bandwidth there and in memory, as shares of the memory's.
-blend: exponent of the sum of computing and moving; infinite = the longer of them.
-"""
-QUANTIZING: dict[str, float] = {"quantize_us": 3.0, "quantize_memory": 0.6}
-"""Constants of fp8 in vLLM, where a kernel scales and casts the activations first. memory: bandwidth it reaches."""
 QUERY_ROWS = 128
 """Queries of a tile. Short sequences pack the queries that share a key head into one tile."""
 KEY_STEP = 128
 """Keys of a step of decoding."""
-PREFILL: dict[str, float] = {
-    "launch_us": 7.0, "rate": 0.6, "padding": 64.0, "dim64": 0.7, "dim192": 1.0, "dim256": 1.1, "dim512": 0.7,
-    "tile_us": 1.0, "tail": 0.5, "memory": 0.5, "row_us": 1.0,
-}  # fmt: skip
-"""Constants of causal prefill before a fit.
-rate: share of the data sheet's peak at heads of 128. dimN: share of that rate at heads of N.
-padding: keys that a tile computes beyond those it needs. tile_us: time of a tile in addition to its products.
-tail: share of the longest tile that the other processors wait for.
-memory: share of the bandwidth for queries, keys, values, outputs. row_us: of a thousand sequences x heads.
-"""
-DECODE: dict[str, float] = {
-    "launch_us": 6.0, "memory": 0.85, "cached": 0.3, "cache_rate": 1.2, "rate": 0.2, "step_us": 0.3, "split_us": 1.5,
-    "pair_us": 5.0, "row_us": 1.0,
-}  # fmt: skip
-"""Constants of one new token over a cache, before a fit.
-cached, cache_rate, memory: as in PRODUCT, of keys and values.
-rate: share of the peak, as the queries of a step fill at least 16 rows. step_us: of KEY_STEP keys.
-split_us: of merging the parts that processors made of a long context.
-pair_us, row_us: of a thousand sequences x key heads, and of a thousand sequences.
-"""
 EXPERT_COLUMNS = 128
 """Columns of a tile. Its rows are the tokens of an expert, 16 to 128."""
 EXPERT_STEP = 64
-EXPERTS: dict[str, float] = {
-    "launch_us": 30.0, "expert_us": 3.0, "memory": 0.85, "passes": 1.0, "rate": 0.5, "step_us": 0.05, "tile_us": 0.3,
-    "wave": 0.8, "uneven": 0.3, "hot": 0.1, "skewed": 0.05, "row_us": 1.0, "blend": 2.0,
-}  # fmt: skip
-"""Constants of a layer of experts before a fit.
-launch_us: of all kernels of the layer. expert_us: of a hundred experts. memory: share of the bandwidth for weights.
-passes: how often activations of all tokens x top_k are moved. rate: share of the best product.
-step_us, tile_us: of EXPERT_STEP of the inner dim, and of a tile. wave: as in PRODUCT.
-uneven: share of the tokens that skewed routing concentrates on experts that are busy anyhow.
-hot: more tokens of the busiest rank for each doubling of ep. skewed: time that skew adds.
-row_us: of a thousand tokens x top_k.
-"""
 ROUNDS = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0}
 """Number of times that each byte of the tensor travels."""
-COLLECTIVE: dict[str, float] = {"launch_us": 6.0, "hop": 0.12, "link": 0.8, "small": 2e5, "blend": 1.5}
-"""Constants of a collective before a fit. Bytes are those of the whole tensor, as nccl-tests count them.
-hop: of a step to another rank, of launch_us. link: share of the data sheet's bandwidth in one direction.
-small: bytes a rank sends at which half of that is reached.
-"""
-COLLECTIVE_OWN = ("launch_us", "link")
-"""Constants of a device. The others are the same for all."""
 COLLECTIVES = tuple(ROUNDS)
 LONGEST = 32768.0
 """Rows beyond which an attention core is no faster."""

@@ -31,8 +31,6 @@ class LaunchCommand:
     """Lines above the command."""
     yours: tuple[str, ...] = ()
     """Words in capitals that the user has to replace in these files."""
-    processes_per_node: int = 0
-    """Processes that srun starts on each node. 0 = one, which starts the others."""
 
 
 def not_written(plan: Plan) -> LaunchCommand:
@@ -82,7 +80,7 @@ class TrainingSoftware:
     """Model that facts name. None = the software has no names of its own, or the file none of them."""
     trained_shape: Callable[[ModelShape], ModelShape] = lambda shape: shape
     """Model with the parts that this software trains in addition."""
-    launch: Callable[[Plan], LaunchCommand]
+    launch: Callable[[Plan], LaunchCommand] = not_written
     binds_devices: bool = False
     """True if its files fix the number of devices of a run, and a step's batch covers all of them."""
     measured: tuple[str, ...] = ()

@@ -359,6 +359,12 @@ def objections(facts: Facts) -> Iterator[str]:
     yield from adapter_objections(facts)
 
 
+def smaller_states(optimizer: str) -> Iterator[str]:
+    """Yield that an optimizer saves memory, if it does. Empty = none is named."""
+    if SMALLER.search(optimizer.lower()):
+        yield f"optimizer {optimizer} keeps smaller states than AdamW in fp32, which needs less memory: not counted."
+
+
 def bounds(facts: Facts) -> Iterator[str]:
     """Yield uncounted settings that save memory or time."""
     if pairs := preference_facts(facts):
@@ -369,8 +375,8 @@ def bounds(facts: Facts) -> Iterator[str]:
     if facts.get("adapter") == FROZEN:
         yield "finetuning_type=freeze trains some layers only, which needs less memory: not counted."
     optimizer = str(facts.get("optimizer") or ADAMW[0])
-    if optimizer not in ADAMW and SMALLER.search(optimizer.lower()):
-        yield f"optimizer {optimizer} keeps smaller states than AdamW in fp32, which needs less memory: not counted."
+    if optimizer not in ADAMW:
+        yield from smaller_states(optimizer)
     if is_on(facts.get("offload_params")):
         yield f"offload_params=true keeps parameters, gradients and optimizer states {ON_HOST}: not counted."
     if str(facts.get("checkpointing")).startswith(("offload", "unsloth")):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption
-from meshwright.stacks.declaration.software import TrainingSoftware, not_written
+from meshwright.stacks.declaration.software import TrainingSoftware
 from meshwright.stacks.trainers import hugging_face as hf
 from meshwright.stacks.trainers.hugging_face import adapter_facts, is_adapted
 from meshwright.stacks.trainers.torchtune import NARROW
@@ -108,9 +108,7 @@ def bounds(facts: Facts) -> Iterator[str]:
     # The suffix -true holds weights and states in 16 bits, where the count has fp32 of both.
     if str(facts.get("word")) in ("bf16-true", "16-true") and not is_adapted(facts):
         yield f"precision={facts['word']} {NARROW}"
-    optimizer = str(facts.get("optimizer_class") or "")
-    if hf.SMALLER.search(optimizer.lower()):
-        yield f"optimizer {optimizer} keeps smaller states than AdamW in fp32, which needs less memory: not counted."
+    yield from hf.smaller_states(str(facts.get("optimizer_class") or ""))
     if facts.get("pretrains"):
         yield "litgpt pretrain compiles the model, which takes less time: not counted."
 
@@ -127,7 +125,6 @@ LITGPT = TrainingSoftware(
     resolve=resolve,
     objections=objections,
     bounds=bounds,
-    launch=not_written,
     binds_devices=True,
     unknown=(hf.NOT_SCORED,),
     axes={"micro_batch": "train.micro_batch_size"},

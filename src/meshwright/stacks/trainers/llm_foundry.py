@@ -9,7 +9,7 @@ from dataclasses import replace
 from meshwright.spec import ModelShape, presets
 from meshwright.spec.errors import PlanError
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
-from meshwright.stacks.declaration.software import TrainingSoftware, not_written
+from meshwright.stacks.declaration.software import TrainingSoftware
 from meshwright.stacks.trainers import hugging_face as hf
 from meshwright.stacks.trainers.accelerate_fsdp import STRATEGIES
 from meshwright.stacks.trainers.hugging_face import adapter_facts
@@ -146,9 +146,7 @@ def objections(facts: Facts) -> Iterator[str]:
 
 def bounds(facts: Facts) -> Iterator[str]:
     """Yield uncounted settings that save memory or time."""
-    optimizer = str(facts.get("optimizer_name") or "")
-    if hf.SMALLER.search(optimizer):
-        yield f"optimizer {optimizer} keeps smaller states than AdamW in fp32, which needs less memory: not counted."
+    yield from hf.smaller_states(str(facts.get("optimizer_name") or ""))
 
 
 LLM_FOUNDRY = TrainingSoftware(
@@ -163,7 +161,6 @@ LLM_FOUNDRY = TrainingSoftware(
     resolve=resolve,
     objections=objections,
     bounds=bounds,
-    launch=not_written,
     unknown=(hf.NOT_SCORED,),
     axes={"micro_batch": "device_train_microbatch_size", "zero": "fsdp_config.sharding_strategy",
           "recompute": "fsdp_config.activation_checkpointing"},

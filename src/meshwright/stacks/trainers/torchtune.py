@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from meshwright.spec.errors import PlanError
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption
-from meshwright.stacks.declaration.software import TrainingSoftware, not_written
+from meshwright.stacks.declaration.software import TrainingSoftware
 from meshwright.stacks.trainers import hugging_face as hf
 from meshwright.stacks.trainers.hugging_face import adapter_facts, adapter_objections, is_adapted
 
@@ -145,9 +145,7 @@ def bounds(facts: Facts) -> Iterator[str]:
     """Yield uncounted settings that save memory or time."""
     if not is_adapted(facts) and facts.get("precision") != "fp32":
         yield f"dtype=bf16 {NARROW}"
-    optimizer = str(facts.get("optimizer_class") or "")
-    if hf.SMALLER.search(optimizer.lower()):
-        yield f"optimizer {optimizer} keeps smaller states than AdamW in fp32, which needs less memory: not counted."
+    yield from hf.smaller_states(str(facts.get("optimizer_class") or ""))
     loss = str(facts.get("loss_class") or "")
     if "Chunked" in loss or "Linear" in loss:
         yield f"loss {loss.rpartition('.')[2]} {hf.NO_LOGITS}: not counted."
@@ -165,7 +163,6 @@ TORCHTUNE = TrainingSoftware(
     resolve=resolve,
     objections=objections,
     bounds=bounds,
-    launch=not_written,
     binds_devices=True,
     unknown=(hf.NOT_SCORED,),
     axes={"micro_batch": "batch_size", "zero": "fsdp_reshard_after_forward", "cp": "context_parallel_dim",

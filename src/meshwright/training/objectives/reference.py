@@ -309,16 +309,11 @@ def _add_to_table(table: Tensor, numbers: Tensor, sums: Tensor) -> None:
 class AnswerRecorder:
     """Stand-in for an objective that records the log-probabilities of a batch's answers (B, A) on the last stage."""
 
-    by_position = True
-    figures = ()
+    figures: tuple[str, ...] = ()
 
     def __init__(self, answers: int) -> None:
         self.answers = answers
         self.sums: Tensor | None = None
-
-    def count(self, batch: Batch) -> float:
-        """Return 1, since there is no loss to average."""
-        return 1.0
 
     def loss(self, predictions: Predictions, batch: Batch, scale: Tensor | None) -> Tensor:
         """Record the sums and return zero."""

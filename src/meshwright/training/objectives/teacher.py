@@ -198,8 +198,7 @@ class OnlineTeacher:
 class HeadRecorder:
     """Stand-in for an objective that records the hidden states at the head on the last stage."""
 
-    by_position = True
-    figures = ()
+    figures: tuple[str, ...] = ()
 
     def __init__(self, *, copies: bool) -> None:
         self.copies = copies
@@ -207,10 +206,6 @@ class HeadRecorder:
         self.weight: Tensor | None = None
         self.states: dict[int, Tensor] = {}
         """(N, D) by the identity of a batch."""
-
-    def count(self, batch: Batch) -> float:
-        """Return 1, since there is no loss to average."""
-        return 1.0
 
     def loss(self, predictions: Predictions, batch: Batch, scale: Tensor | None) -> Tensor:
         """Record the states and return zero."""

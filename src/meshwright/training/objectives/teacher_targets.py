@@ -354,16 +354,11 @@ def _numbered_batches(
 class TopRecorder:
     """Stand-in for an objective that records the likeliest tokens of a batch on the last stage."""
 
-    by_position = True
-    figures = ()
+    figures: tuple[str, ...] = ()
 
     def __init__(self, top: int, temperature: float, shared: int) -> None:
         self.top, self.temperature, self.shared = top, temperature, shared
         self.top_tokens: KnownTop | None = None
-
-    def count(self, batch: Batch) -> float:
-        """Return 1, since there is no loss to average."""
-        return 1.0
 
     def loss(self, predictions: Predictions, batch: Batch, scale: Tensor | None) -> Tensor:
         """Record the tokens and return zero."""

@@ -184,15 +184,10 @@ def group_batches(batches: Iterable[Element], size: int) -> Iterator[list[Elemen
 class RowLoss:
     """Cross-entropy as an objective that records `sums` (2, B, R) fp32: nats and targets of each row and role."""
 
-    by_position = True
     figures: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.sums: Tensor | None = None
-
-    def count(self, batch: Batch) -> float:
-        """Return the number of valid targets."""
-        return batch.valid
 
     def loss(self, predictions: Predictions, batch: Batch, scale: Tensor | None) -> Tensor:
         """Return the sum in nats."""

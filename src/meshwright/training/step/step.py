@@ -17,8 +17,23 @@ from meshwright.training.optimizer.precision import LossScaler, StepSkipper
 from meshwright.training.step.batches import PADDING, TOKEN_KEYS, Batch, copy_into, forms, graph_form, static_copy
 
 
-class Objective(Protocol):
-    """A sum over a micro-batch, and the divisor of the sum over all micro-batches and ranks."""
+class PassLoss(Protocol):
+    """A sum over a micro-batch, which its pass takes. Some only record predictions, and return zero."""
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """Names of further sums over a batch."""
+
+    def loss(self, predictions: Predictions, batch: Batch, scale: Tensor | None) -> Tensor:
+        """Return the sum () fp32 over a batch, times scale () (None = 1).
+
+        With figures it is (1 + F,): the sum, then the figures without scale and gradient. Only the last pipeline stage
+        calls this. All its ranks make the same calls of `predictions`.
+        """
+
+
+class Objective(PassLoss, Protocol):
+    """A sum over a micro-batch, and the divisor of it and of its figures over all micro-batches and ranks."""
 
     @property
     def by_position(self) -> bool:
@@ -27,19 +42,8 @@ class Objective(Protocol):
         The sum is then one over independent positions, or takes its sums over a sequence from `predictions.whole_sums`.
         """
 
-    @property
-    def figures(self) -> tuple[str, ...]:
-        """Names of further sums over a batch, which are reported over the same divisor."""
-
     def count(self, batch: Batch) -> float:
         """Return what this batch adds to the divisor, known on the host. Each cp rank counts its own part."""
-
-    def loss(self, predictions: Predictions, batch: Batch, scale: Tensor | None) -> Tensor:
-        """Return the sum () fp32 over a batch, times scale () (None = 1).
-
-        With figures it is (1 + F,): the sum, then the figures without scale and gradient. Only the last pipeline stage
-        calls this. All its ranks make the same calls of `predictions`.
-        """
 
 
 @runtime_checkable
@@ -224,7 +228,7 @@ EVALUATION = Weights(None)
 class MicroPass:
     """A micro-batch on its way through the stages (parallel.pipeline.passes.Pass), with the sums of this rank."""
 
-    def __init__(self, batch: Batch, weights: Weights, objective: Objective = CROSS_ENTROPY) -> None:
+    def __init__(self, batch: Batch, weights: Weights, objective: PassLoss = CROSS_ENTROPY) -> None:
         self.batch, self.weights, self.objective = batch, weights, objective
         zero = torch.zeros((), device=batch.tokens.device)
         self.cross_entropy, self.balance = zero, zero

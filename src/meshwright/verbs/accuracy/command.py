@@ -17,10 +17,7 @@ def accuracy(
     files: Annotated[list[Path], typer.Argument(metavar="FILE.csv...", help="Tables of published runs.")],
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
     calibration: Annotated[
-        Path | None,
-        typer.Option(
-            "--calibration", metavar="FILE", help="Calibration file; without it the planner is scored zero-shot."
-        ),
+        Path | None, typer.Option(metavar="FILE", help="Calibration file; without it the planner is scored zero-shot.")
     ] = None,
 ) -> None:
     """Score the planner on measured runs: step time, memory, out of memory, and the choice of layout, by source."""

@@ -25,9 +25,7 @@ def calibrate(
         list[Path] | None,
         typer.Option("--from", metavar="RUN", help="Measure nothing: learn from the steps of this run. Repeatable."),
     ] = None,
-    cluster: Annotated[
-        Path | None, typer.Option("--cluster", metavar="FILE.toml", help="File that --from corrects.")
-    ] = None,
+    cluster: Annotated[Path | None, typer.Option(metavar="FILE.toml", help="File that --from corrects.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
 ) -> None:
     """Measure this machine in about a minute, and write a cluster file for the planner.

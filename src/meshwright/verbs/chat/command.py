@@ -19,7 +19,7 @@ MARK = "> "
 
 def chat(
     model: asked.ModelPath,
-    system: Annotated[str, typer.Option("--system", metavar="TEXT", help="Text that precedes all turns.")] = "",
+    system: Annotated[str, typer.Option(metavar="TEXT", help="Text that precedes all turns.")] = "",
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens per answer.")] = 512,
     greedy: asked.Greedy = False,
     temperature: asked.Temperature = None,

@@ -14,8 +14,7 @@ from meshwright.spec.errors import ArgumentError, argument
 def compare(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder of train, quickstart or profile.")],
     tolerance: Annotated[
-        float,
-        typer.Option("--tolerance", metavar="SHARE", help="Largest relative error of a row; traffic must be exact."),
+        float, typer.Option(metavar="SHARE", help="Largest relative error of a row; traffic must be exact.")
     ] = 0.1,
     dryrun: Annotated[
         bool, typer.Option("--dry-run/--no-dry-run", help="Make the dry run if the folder has none, and keep it there.")

@@ -14,26 +14,26 @@ from meshwright.verbs.train.start import Anyway, AsJson, HangAfter, NoDryRun, Op
 def distill(
     words: Words = None,
     teacher: Annotated[
-        str, typer.Option("--teacher", metavar="DIR", help="A Hugging Face folder, or a run.", show_default=False)
+        str, typer.Option(metavar="DIR", help="A Hugging Face folder, or a run.", show_default=False)
     ] = "",
     student: Annotated[
         str,
         typer.Option(
-            "--student", metavar="MODEL", show_default=False,
+            metavar="MODEL",
+            show_default=False,
             help="A preset, a Hugging Face folder, or teacher:layers=N for N layers of the teacher.",
         ),
     ] = "",
     sequences: Annotated[
-        Path | None,
-        typer.Option("--sequences", metavar="OUT.jsonl", help="Write a file of the teacher's answers, for tune."),
+        Path | None, typer.Option(metavar="OUT.jsonl", help="Write a file of the teacher's answers, for tune.")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="With --sequences: file with rows of prompts.")
+        Path | None, typer.Option(metavar="FILE", help="With --sequences: file with rows of prompts.")
     ] = None,
-    beams: Annotated[int, typer.Option("--beams", help="Search for the likeliest answer; 1 = no search.")] = 1,
-    temperature: Annotated[float, typer.Option("--temperature", help="Of sampled answers; 0 = greedy.")] = 0.0,
-    samples: Annotated[int, typer.Option("--samples", help="Sampled answers per prompt.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Leave out answers longer than this.")] = 256,
+    beams: Annotated[int, typer.Option(help="Search for the likeliest answer; 1 = no search.")] = 1,
+    temperature: Annotated[float, typer.Option(help="Of sampled answers; 0 = greedy.")] = 0.0,
+    samples: Annotated[int, typer.Option(help="Sampled answers per prompt.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="Leave out answers longer than this.")] = 256,
     keep_cut: Annotated[
         bool, typer.Option("--keep-cut", help="Keep answers that are longer, up to there: no end is trained.")
     ] = False,
@@ -43,7 +43,7 @@ def distill(
     anyway: Anyway = False,
     no_dry_run: NoDryRun = False,
     json: AsJson = False,
-) -> None:  # fmt: skip
+) -> None:
     """Train a student on the distributions of a teacher: --teacher runs/base --student teacher:layers=2.
 
     The teacher runs along with the student, under the same layout. With recipe.distillation_top_k=64 it is asked once,

@@ -25,15 +25,11 @@ KERNELS = {"cuda": "a GPU", "cpu": "a CPU"}
 def dryrun(
     words: Words = None,
     rank: Annotated[
-        list[int] | None,
-        typer.Option("--rank", help="Run this rank only. Repeatable. [default: one of each pipeline stage]"),
+        list[int] | None, typer.Option(help="Run this rank only. Repeatable. [default: one of each pipeline stage]")
     ] = None,
-    device: Annotated[
-        str, typer.Option("--device", help="Kernels of cuda or cpu. [default: those of the plan's cluster]")
-    ] = "",
+    device: Annotated[str, typer.Option(help="Kernels of cuda or cpu. [default: those of the plan's cluster]")] = "",
     load: Annotated[
-        float,
-        typer.Option("--load", help="Mixture of experts: rows of a rank's experts, as a multiple of an even share."),
+        float, typer.Option(help="Mixture of experts: rows of a rank's experts, as a multiple of an even share.")
     ] = 1.0,
     whole: Annotated[
         bool, typer.Option("--whole", help="Run every micro-batch of a step, not only until nothing changes.")

@@ -19,25 +19,20 @@ COLOURS = {"better": "green", "worse": "red", "changed": "yellow"}
 def evaluate(
     model: ModelPath,
     data: Annotated[
-        str | None,
-        typer.Option("--data", metavar="PATH", help="Text to score in full. [default: the held-out part of the run]"),
+        str | None, typer.Option(metavar="PATH", help="Text to score in full. [default: the held-out part of the run]")
     ] = None,
     tasks: Annotated[
         list[str] | None,
-        typer.Option("--tasks", metavar="PATH", help="Task of lm-evaluation-harness (YAML), or a folder of them."),
+        typer.Option(metavar="PATH", help="Task of lm-evaluation-harness (YAML), or a folder of them."),
     ] = None,
     against: Annotated[
         Path | None,
-        typer.Option(
-            "--against", metavar="RUN_OR_HF_DIR", help="Model to compare with; differences are paired by item."
-        ),
+        typer.Option(metavar="RUN_OR_HF_DIR", help="Model to compare with; differences are paired by item."),
     ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(
-            "--adapter",
-            metavar="NAME=DIR",
-            help="Adapter to compare with the model: a PEFT folder, or a run. Repeatable.",
+            metavar="NAME=DIR", help="Adapter to compare with the model: a PEFT folder, or a run. Repeatable."
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Most items of each task.  [default: all]")] = None,

@@ -17,13 +17,11 @@ def explore(
     recipe: AskedRecipe = None,
     stack: AskedStack = "",
     price: Annotated[
-        float | None,
-        typer.Option("--price", metavar="USD", help="Price of a device-hour. [default: the lowest known list price]"),
+        float | None, typer.Option(metavar="USD", help="Price of a device-hour. [default: the lowest known list price]")
     ] = None,
     beside: Annotated[
         list[str] | None,
         typer.Option(
-            "--beside",
             metavar="KEY=VALUE,...",
             help="A second cluster or stack on the same page, by what differs: cluster=h200x8,nodes=4,for=torchtitan,"
             "price=2.5.",

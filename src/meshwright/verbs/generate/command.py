@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 def generate(
     model: asked.ModelPath,
-    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Text to continue.")] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to continue.")] = None,
     prompt_ids: Annotated[str | None, typer.Option(metavar="1,2,3", help="Or token ids to continue.")] = None,
     prompts: Annotated[
-        Path | None,
-        typer.Option("--prompts", metavar="FILE", help="Or a file: one prompt per line, or .jsonl rows. Prints rows."),
+        Path | None, typer.Option(metavar="FILE", help="Or a file: one prompt per line, or .jsonl rows. Prints rows.")
     ] = None,
     samples: Annotated[int, typer.Option(help="Answers per prompt; more than 1 prints rows.")] = 1,
     chat: Annotated[
@@ -40,7 +39,6 @@ def generate(
     record: Annotated[
         Path | None,
         typer.Option(
-            "--record",
             metavar="FILE",
             help="With --prompts or --samples: new file for `meshwright report FILE`, with a line of numbers per step.",
         ),

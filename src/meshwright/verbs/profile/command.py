@@ -29,7 +29,7 @@ LEAST = 0.01
 
 def profile(
     words: Words = None,
-    steps: Annotated[int, typer.Option("--steps", help="Number of timed steps.")] = 4,
+    steps: Annotated[int, typer.Option(help="Number of timed steps.")] = 4,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
     """Make a few real steps of a plan and measure them: memory by kind and over time, traffic, time.

@@ -20,7 +20,6 @@ def quantize(
     scheme: Annotated[
         str,
         typer.Option(
-            "--scheme",
             metavar="NAME",
             help=f"{_names(calibrated=False)}; with text: {_names(calibrated=True)}; "
             f"of GGUF: {', '.join(GGUF_SCHEMES)}.",
@@ -30,57 +29,46 @@ def quantize(
     format: Annotated[
         str,
         typer.Option(
-            "--format",
-            metavar="NAME",
-            help="meshwright; compressed-tensors, gptq, awq or bitsandbytes for others; gguf.",
+            metavar="NAME", help="meshwright; compressed-tensors, gptq, awq or bitsandbytes for others; gguf."
         ),
     ] = "meshwright",
     group: Annotated[
-        int | None, typer.Option("--group", help="Inputs that share a scale: 16 to 256.  [default: the scheme's]")
+        int | None, typer.Option(help="Inputs that share a scale: 16 to 256.  [default: the scheme's]")
     ] = None,
     keep: Annotated[
         list[str] | None,
-        typer.Option("--keep", metavar="PATTERN", help="Matrices to leave unquantized, as 'layers.0.*'. Repeatable."),
+        typer.Option(metavar="PATTERN", help="Matrices to leave unquantized, as 'layers.0.*'. Repeatable."),
     ] = None,
     outliers: Annotated[
         str | None,
         typer.Option(
-            "--outliers",
             metavar="FORM",
             help="Outliers of llm-int8 schemes: calibrated, or by threshold in each batch.  [calibrated]",
         ),
     ] = None,
-    threshold: Annotated[
-        float | None, typer.Option("--threshold", help="Activations above it are outliers.  [default: 6]")
-    ] = None,
+    threshold: Annotated[float | None, typer.Option(help="Activations above it are outliers.  [default: 6]")] = None,
     zero_point: Annotated[
         str | None,
-        typer.Option(
-            "--zero-point", metavar="SIDE", help="Zeros of zero-point schemes: both, weights or activations.  [both]"
-        ),
+        typer.Option(metavar="SIDE", help="Zeros of zero-point schemes: both, weights or activations.  [both]"),
     ] = None,
     data: Annotated[
-        str | None, typer.Option("--data", metavar="PATH", help="Text to calibrate and measure on.  [the run's own]")
+        str | None, typer.Option(metavar="PATH", help="Text to calibrate and measure on.  [the run's own]")
     ] = None,
     sequences: Annotated[int, typer.Option(help="Windows of it to score.")] = 64,
     calibration: Annotated[int, typer.Option(help="Windows of it for int8-smooth, awq and gptq to read.")] = 128,
     budget: Annotated[
-        str | None,
-        typer.Option("--budget", metavar="SIZE", help="Size of all files, as 1.2GiB: each matrix gets 3 to 8 bits."),
+        str | None, typer.Option(metavar="SIZE", help="Size of all files, as 1.2GiB: each matrix gets 3 to 8 bits.")
     ] = None,
     max_kl: Annotated[
-        float | None,
-        typer.Option("--max-kl", help="KL limit in nats per token; above it exit code 4.  [default: the scheme's]"),
+        float | None, typer.Option(help="KL limit in nats per token; above it exit code 4.  [default: the scheme's]")
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Dtype of unquantized weights: fp32, bf16 or fp16.  [default: as stored]")
     ] = None,
     checkpoint: Checkpoint = "last",
-    quality: Annotated[
-        bool, typer.Option("--quality/--no-quality", help="Compare both models on held-out text.")
-    ] = True,
+    quality: Annotated[bool, typer.Option(help="Compare both models on held-out text.")] = True,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE.html", help="Also write one page, for a browser offline.")
+        Path | None, typer.Option(metavar="FILE.html", help="Also write one page, for a browser offline.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
 ) -> None:

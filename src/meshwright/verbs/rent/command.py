@@ -5,80 +5,60 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.interface.options import (
-    AskedConcurrency,
-    AskedFramework,
-    AskedInput,
-    AskedKv,
-    AskedModel,
-    AskedMtbf,
-    AskedOutput,
-    AskedQuantization,
-    AskedRecipe,
-    AskedRepair,
-    AskedRestart,
-    AskedStorage,
-)
+from meshwright.interface import options
 from meshwright.spec.errors import ArgumentError, argument
 
 SEARCHING = "rent: searching the layouts of every device and number of nodes, about ten seconds"
 
 
 def rent(
-    model: AskedModel,
-    tokens: Annotated[str | None, typer.Option("--tokens", metavar="N", help="Tokens of the run, as 1T.")] = None,
+    model: options.AskedModel,
+    tokens: Annotated[str | None, typer.Option(metavar="N", help="Tokens of the run, as 1T.")] = None,
     dataset_size: Annotated[
-        str | None,
-        typer.Option("--dataset-size", metavar="N", help="Tokens of the data, with --epochs in place of --tokens."),
+        str | None, typer.Option(metavar="N", help="Tokens of the data, with --epochs in place of --tokens.")
     ] = None,
-    epochs: Annotated[float, typer.Option("--epochs", metavar="NUMBER", help="Passes over --dataset-size.")] = 1.0,
-    deadline: Annotated[
-        str | None, typer.Option("--deadline", metavar="TIME", help="Longest time, as 30d, 2w, 12h, 90min.")
-    ] = None,
-    budget: Annotated[float | None, typer.Option("--budget", metavar="USD", help="Most dollars.")] = None,
+    epochs: Annotated[float, typer.Option(metavar="NUMBER", help="Passes over --dataset-size.")] = 1.0,
+    deadline: Annotated[str | None, typer.Option(metavar="TIME", help="Longest time, as 30d, 2w, 12h, 90min.")] = None,
+    budget: Annotated[float | None, typer.Option(metavar="USD", help="Most dollars.")] = None,
     prices: Annotated[
-        Path | None,
-        typer.Option("--prices", metavar="FILE.csv", help="Your prices: columns device, usd_per_gpu_hour, nodes ..."),
+        Path | None, typer.Option(metavar="FILE.csv", help="Your prices: columns device, usd_per_gpu_hour, nodes ...")
     ] = None,
     devices: Annotated[
-        list[str] | None,
-        typer.Option("--devices", metavar="NAME,...", help="Try only these. [default: all with a price]"),
+        list[str] | None, typer.Option(metavar="NAME,...", help="Try only these. [default: all with a price]")
     ] = None,
     nodes: Annotated[
         list[str] | None,
-        typer.Option("--nodes", metavar="N,...", help="Try only these numbers of nodes. [default: powers of 2 to 256]"),
+        typer.Option(metavar="N,...", help="Try only these numbers of nodes. [default: powers of 2 to 256]"),
     ] = None,
     tune: Annotated[
-        str,
-        typer.Option("--tune", metavar="HOW", help="Fine-tuning: `full`, `lora`, `qlora`, or with a rank `lora:64`."),
+        str, typer.Option(metavar="HOW", help="Fine-tuning: `full`, `lora`, `qlora`, or with a rank `lora:64`.")
     ] = "",
-    recipe: AskedRecipe = None,
+    recipe: options.AskedRecipe = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Skip the second search, over all layouts of plan, for rows of the front.")
     ] = False,
-    mtbf: AskedMtbf = None,
-    restart: AskedRestart = None,
-    repair: AskedRepair = None,
-    storage: AskedStorage = None,
+    mtbf: options.AskedMtbf = None,
+    restart: options.AskedRestart = None,
+    repair: options.AskedRepair = None,
+    storage: options.AskedStorage = None,
     evaluation: Annotated[
-        float | None,
-        typer.Option("--evaluation", metavar="SHARE", help="Evaluation time over step time. [default: 0.01]"),
+        float | None, typer.Option(metavar="SHARE", help="Evaluation time over step time. [default: 0.01]")
     ] = None,
     spares: Annotated[
-        int | None, typer.Option("--spares", metavar="INT", help="Spare nodes. [default: the cheapest number]")
+        int | None, typer.Option(metavar="INT", help="Spare nodes. [default: the cheapest number]")
     ] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Rent for serving instead of training.")] = False,
     latency: Annotated[
-        float | None, typer.Option("--latency", metavar="MS", help="With --serve: most time per token after the first.")
+        float | None, typer.Option(metavar="MS", help="With --serve: most time per token after the first.")
     ] = None,
-    input_length: AskedInput = None,
-    output_length: AskedOutput = None,
-    concurrency: AskedConcurrency = None,
-    quantization: AskedQuantization = "",
-    kv_dtype: AskedKv = "",
-    framework: AskedFramework = "",
+    input_length: options.AskedInput = None,
+    output_length: options.AskedOutput = None,
+    concurrency: options.AskedConcurrency = None,
+    quantization: options.AskedQuantization = "",
+    kv_dtype: options.AskedKv = "",
+    framework: options.AskedFramework = "",
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE.html", help="Also write one page, for a browser offline.")
+        Path | None, typer.Option(metavar="FILE.html", help="Also write one page, for a browser offline.")
     ] = None,
     every: Annotated[
         bool, typer.Option("--all", help="Print every row of the front, and the devices without a price.")

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -25,120 +25,9 @@ if TYPE_CHECKING:
 
 
 KEY_VARIABLE = "MESHWRIGHT_API_KEY"
-ENGINE = "Engine"
-"""Panel of the help that lists these options."""
-Adapters = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--adapter",
-        metavar="NAME=DIR",
-        help="LoRA adapter that requests name as their model: a PEFT folder, or a run with model.lora. Repeatable.",
-    ),
-]
-AdapterFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--adapter-dir",
-        metavar="DIR",
-        help="Let requests load PEFT adapters from this folder, and unload any, while the server runs.",
-    ),
-]
-
-
-def _option(name: str, help: str, **settings: Any) -> Any:
-    return typer.Option(name, help=help, rich_help_panel=ENGINE, **settings)
-
-
-Exact = Annotated[bool, _option("--exact", "Answers do not depend on other requests, to the last bit. On CPUs.")]
-Cache = Annotated[
-    int,
-    _option("--cache-mib", "Memory of the KV cache; 0 = 1024 on a CPU, --memory-share on a GPU.", metavar="INT", min=0),
-]
-MemoryShare = Annotated[
-    float,
-    _option(
-        "--memory-share",
-        "On a GPU: share of the memory left by weights, graphs and one step that the KV cache takes.",
-        metavar="SHARE",
-    ),
-]
-SecondLayouts = Annotated[
-    bool,
-    _option(
-        "--second-layouts/--no-second-layouts",
-        "On a GPU: also keep 4-bit codes in a second layout, or as 16-bit numbers, where that is faster.",
-    ),
-]
-CacheDtype = Annotated[
-    str, _option("--cache-dtype", "Dtype of the KV cache: that of the model (model), or 8 bits: int8, fp8.")
-]
-HostCache = Annotated[
-    int,
-    _option(
-        "--host-cache-mib",
-        "On a GPU: host memory for prefixes evicted from the KV cache; 0 = none.",
-        metavar="INT",
-        min=0,
-    ),
-]
-Copies = Annotated[
-    int | None,
-    _option(
-        "--copies-mib",
-        "Without a C compiler: memory for contiguous copies of keys and values; 0 = none. [default: 256]",
-        metavar="INT",
-        min=0,
-    ),
-]
-Block = Annotated[int, _option("--block", "Positions per block of the KV cache.")]
-MostTokens = Annotated[
-    int,
-    _option(
-        "--most-tokens",
-        "Tokens per step: new ones of all answers, and chunks of prompts; 0 = 512 on a CPU, by speed on a GPU.",
-    ),
-]
-PromptTokens = Annotated[
-    int,
-    _option(
-        "--prompt-tokens",
-        "Prompt tokens per step while answers grow; 0 = 128 on a CPU, the rest of --most-tokens on a GPU.",
-    ),
-]
-MostSequences = Annotated[int, _option("--most-sequences", "Answers generated at once; 0 = 64 on a CPU, 256 on a GPU.")]
-Longest = Annotated[int, _option("--longest", "Tokens of prompt and answer together; 0 = the model's positions.")]
-Packed = Annotated[
-    bool, _option("--packed/--no-packed", "On a CPU: copy matrices into the order that products of few rows read.")
-]
-Compiled = Annotated[bool, _option("--compiled/--no-compiled", "On a CPU with a C compiler: compiled loops in fp32.")]
-Head = Annotated[str, _option("--head", "Precision of the head: that of the model (model), or 8 bits: int8.")]
-GuessTokens = Annotated[
-    int | None,
-    _option("--guess-tokens", "Tokens guessed at once, looked up in the text so far.  [default: none; 8 with --draft]"),
-]
-GuessNgram = Annotated[
-    int | None, _option("--guess-ngram", "With --guess-tokens: longest run of tokens to look up.  [default: 4]")
-]
-Draft = Annotated[
-    Path | None,
-    _option(
-        "--draft", "Small model with the same tokenizer that guesses in place of the look-up.", metavar="RUN_OR_HF_DIR"
-    ),
-]
-CudaGraphs = Annotated[
-    str,
-    _option(
-        "--cuda-graphs",
-        "On a GPU: launch a step without prompt chunks as one CUDA graph; auto: where possible.",
-        metavar="auto|on|off",
-    ),
-]
-Record = Annotated[
-    Path | None,
-    _option("--record", "New file that gets a line of numbers per step, for `meshwright report FILE`.", metavar="FILE"),
-]
-TensorRanks = Annotated[int, _option("--tp", "Processes on this machine that share every layer.")]
-ExpertRanks = Annotated[int, _option("--ep", "Processes among these that experts are spread over, each expert whole.")]
+_engine = partial(typer.Option, rich_help_panel="Engine")
+_limit = partial(typer.Option, rich_help_panel="Limits")
+"""Options, by the panel of the help that lists them."""
 
 
 def check_tensor_ranks(tp: int, ep: int) -> None:
@@ -179,68 +68,128 @@ def check_copies(mib: int | None, cache_dtype: str) -> None:
         )
 
 
-def _limit(help: str) -> Any:
-    return typer.Option(help=help, rich_help_panel="Limits")
-
-
 def serve(
     model: ModelPath,
-    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 = any free one.")] = 8000,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 8000,
     api_key_file: Annotated[
-        Path | None,
-        typer.Option("--api-key-file", help=f"Accepted keys, one per line. A single key can be in ${KEY_VARIABLE}."),
+        Path | None, typer.Option(help=f"Accepted keys, one per line. A single key can be in ${KEY_VARIABLE}.")
     ] = None,
     without_key: Annotated[
         bool, typer.Option("--without-key", help="Listen beyond this machine without any key.")
     ] = False,
-    name: Annotated[
-        str | None, typer.Option("--name", help="Name of the model in requests.  [default: its folder]")
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the model in requests.  [default: its folder]")] = None,
     dtype: ServedDtype = "auto",
     checkpoint: Checkpoint = "last",
     generation_config: Annotated[
         bool,
         typer.Option(
-            "--generation-config/--no-generation-config",
-            help="Take temperature, top_p and the like from generation_config.json, where a request gives none.",
+            help="Take temperature, top_p and the like from generation_config.json, where a request gives none."
         ),
     ] = True,
-    adapter: Adapters = None,
-    adapter_dir: AdapterFolder = None,
-    exact: Exact = False,
-    cache_mib: Cache = 0,
-    memory_share: MemoryShare = MEMORY_SHARE,
-    second_layouts: SecondLayouts = False,
-    cache_dtype: CacheDtype = "model",
-    host_cache_mib: HostCache = 0,
-    block: Block = 16,
-    copies_mib: Copies = None,
-    longest: Longest = 0,
-    most_sequences: MostSequences = 0,
-    most_tokens: MostTokens = 0,
-    prompt_tokens: PromptTokens = 0,
-    packed: Packed = True,
-    compiled: Compiled = True,
-    head: Head = "model",
-    cuda_graphs: CudaGraphs = "auto",
-    guess_tokens: GuessTokens = None,
-    guess_ngram: GuessNgram = None,
-    draft: Draft = None,
-    record: Record = None,
-    tp: TensorRanks = 1,
-    ep: ExpertRanks = 1,
-    max_body_bytes: Annotated[int, _limit("Bytes of a request.")] = 2**20,
-    max_prompt_tokens: Annotated[int, _limit("Tokens of a prompt; 0 = what the model takes.")] = 0,
-    max_answer_tokens: Annotated[int, _limit("Tokens of a request: prompts x n x max_tokens.")] = 32_768,
-    max_n: Annotated[int, _limit("Answers per prompt.")] = 16,
-    max_queue: Annotated[int, _limit("Waiting prompts; then 429.")] = 256,
-    max_requests_per_key: Annotated[int, _limit("Requests of one key at once; then 429.")] = 512,
-    max_adapters: Annotated[int, _limit("Adapters of --adapter-dir in memory; then 409.")] = 16,
-    max_adapter_rank: Annotated[int, _limit("Rank of an adapter of --adapter-dir.")] = 256,
-    max_request_seconds: Annotated[float, _limit("From a request's arrival to its last token.")] = 600.0,
-    stall_seconds: Annotated[float, _limit("Cut off a reader that takes nothing for this long.")] = 30.0,
-    drain_seconds: Annotated[float, _limit("From SIGTERM on, to finish growing answers.")] = 30.0,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=DIR",
+            help="LoRA adapter that requests name as their model: a PEFT folder, or a run with model.lora. Repeatable.",
+        ),
+    ] = None,
+    adapter_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Let requests load PEFT adapters from this folder, and unload any, while the server runs.",
+        ),
+    ] = None,
+    exact: Annotated[
+        bool, _engine("--exact", help="Answers do not depend on other requests, to the last bit. On CPUs.")
+    ] = False,
+    cache_mib: Annotated[
+        int, _engine(help="Memory of the KV cache; 0 = 1024 on a CPU, --memory-share on a GPU.", metavar="INT", min=0)
+    ] = 0,
+    memory_share: Annotated[
+        float,
+        _engine(
+            help="On a GPU: share of the memory left by weights, graphs and one step that the KV cache takes.",
+            metavar="SHARE",
+        ),
+    ] = MEMORY_SHARE,
+    second_layouts: Annotated[
+        bool,
+        _engine(help="On a GPU: also keep 4-bit codes in a second layout, or as 16-bit numbers, where that is faster."),
+    ] = False,
+    cache_dtype: Annotated[
+        str, _engine(help="Dtype of the KV cache: that of the model (model), or 8 bits: int8, fp8.")
+    ] = "model",
+    host_cache_mib: Annotated[
+        int,
+        _engine(help="On a GPU: host memory for prefixes evicted from the KV cache; 0 = none.", metavar="INT", min=0),
+    ] = 0,
+    block: Annotated[int, _engine(help="Positions per block of the KV cache.")] = 16,
+    copies_mib: Annotated[
+        int | None,
+        _engine(
+            help="Without a C compiler: memory for contiguous copies of keys and values; 0 = none. [default: 256]",
+            metavar="INT",
+            min=0,
+        ),
+    ] = None,
+    longest: Annotated[int, _engine(help="Tokens of prompt and answer together; 0 = the model's positions.")] = 0,
+    most_sequences: Annotated[int, _engine(help="Answers generated at once; 0 = 64 on a CPU, 256 on a GPU.")] = 0,
+    most_tokens: Annotated[
+        int,
+        _engine(
+            help="Tokens per step: new ones of all answers, and chunks of prompts; 0 = 512 on a CPU, by speed on a GPU."
+        ),
+    ] = 0,
+    prompt_tokens: Annotated[
+        int,
+        _engine(
+            help="Prompt tokens per step while answers grow; 0 = 128 on a CPU, the rest of --most-tokens on a GPU."
+        ),
+    ] = 0,
+    packed: Annotated[
+        bool, _engine(help="On a CPU: copy matrices into the order that products of few rows read.")
+    ] = True,
+    compiled: Annotated[bool, _engine(help="On a CPU with a C compiler: compiled loops in fp32.")] = True,
+    head: Annotated[str, _engine(help="Precision of the head: that of the model (model), or 8 bits: int8.")] = "model",
+    cuda_graphs: Annotated[
+        str,
+        _engine(
+            help="On a GPU: launch a step without prompt chunks as one CUDA graph; auto: where possible.",
+            metavar="auto|on|off",
+        ),
+    ] = "auto",
+    guess_tokens: Annotated[
+        int | None,
+        _engine(help="Tokens guessed at once, looked up in the text so far.  [default: none; 8 with --draft]"),
+    ] = None,
+    guess_ngram: Annotated[
+        int | None, _engine(help="With --guess-tokens: longest run of tokens to look up.  [default: 4]")
+    ] = None,
+    draft: Annotated[
+        Path | None,
+        _engine(
+            help="Small model with the same tokenizer that guesses in place of the look-up.", metavar="RUN_OR_HF_DIR"
+        ),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        _engine(help="New file that gets a line of numbers per step, for `meshwright report FILE`.", metavar="FILE"),
+    ] = None,
+    tp: Annotated[int, _engine(help="Processes on this machine that share every layer.")] = 1,
+    ep: Annotated[int, _engine(help="Processes among these that experts are spread over, each expert whole.")] = 1,
+    max_body_bytes: Annotated[int, _limit(help="Bytes of a request.")] = 2**20,
+    max_prompt_tokens: Annotated[int, _limit(help="Tokens of a prompt; 0 = what the model takes.")] = 0,
+    max_answer_tokens: Annotated[int, _limit(help="Tokens of a request: prompts x n x max_tokens.")] = 32_768,
+    max_n: Annotated[int, _limit(help="Answers per prompt.")] = 16,
+    max_queue: Annotated[int, _limit(help="Waiting prompts; then 429.")] = 256,
+    max_requests_per_key: Annotated[int, _limit(help="Requests of one key at once; then 429.")] = 512,
+    max_adapters: Annotated[int, _limit(help="Adapters of --adapter-dir in memory; then 409.")] = 16,
+    max_adapter_rank: Annotated[int, _limit(help="Rank of an adapter of --adapter-dir.")] = 256,
+    max_request_seconds: Annotated[float, _limit(help="From a request's arrival to its last token.")] = 600.0,
+    stall_seconds: Annotated[float, _limit(help="Cut off a reader that takes nothing for this long.")] = 30.0,
+    drain_seconds: Annotated[float, _limit(help="From SIGTERM on, to finish growing answers.")] = 30.0,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print all settings, not only the common ones.")] = False,
 ) -> None:
     """Answer HTTP requests with a model: /v1/completions, /v1/chat/completions, and a chat page at /."""

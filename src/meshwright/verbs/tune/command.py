@@ -14,7 +14,8 @@ def tune(
     from_trl: Annotated[
         str,
         typer.Option(
-            "--from-trl", metavar="FLAGS", show_default=False,
+            metavar="FLAGS",
+            show_default=False,
             help="Flags of TRL's sft or dpo script, in quotes. They are read as keys, which are printed.",
         ),
     ] = "",
@@ -24,7 +25,7 @@ def tune(
     anyway: Anyway = False,
     no_dry_run: NoDryRun = False,
     json: AsJson = False,
-) -> None:  # fmt: skip
+) -> None:
     """Fine-tune a model on conversations, or on preferences: model=HF_DIR data=chat.jsonl.
 
     Rows of .jsonl, .json and .parquet files are read by their columns: messages, prompt and completion, text, alpaca

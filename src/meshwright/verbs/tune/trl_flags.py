@@ -4,7 +4,7 @@ Names and defaults are those of TRL 1.16 and transformers' TrainingArguments.
 """
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -199,9 +199,3 @@ def plan_words(text: str, processes: int) -> list[str]:
 def _with_nearest(name: str) -> str:
     near = get_close_matches(name, BY_NAME, 1)
     return f"--{name} (nearest: --{near[0]})" if near else f"--{name}"
-
-
-def page_rows() -> Iterator[tuple[str, str]]:
-    """Yield (flags, what they are here) of each row of the page's table."""
-    for flag in FLAGS:
-        yield ", ".join(f"`--{name}`" for name in flag.names), flag.keys

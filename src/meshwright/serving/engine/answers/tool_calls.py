@@ -133,7 +133,7 @@ class ToolFamily:
     openers: tuple[str, ...]
     """Strings that calls begin with."""
     at: Callable[[str, int, bool], ReadCalls]
-    """Read calls after an opener: (text, position, whether the text has ended)."""
+    """Read calls after an opener: (text, position, whether the text has ended). May raise as `_json` does."""
     only_first: bool = False
     """True when an opener counts only at the beginning of an answer."""
     prefix: str = ""
@@ -223,7 +223,7 @@ def _tagged_reader(closer: str) -> Callable[[str, int, bool], ReadCalls]:
         try:
             document, position = _json(text, begin)
         except _Unfinished:
-            return None
+            raise
         except ValueError:  # the tag was only mentioned, as in a thought: a call may follow
             return [], begin
         call, position = _call(document), _behind_blanks(text, position)
@@ -243,12 +243,7 @@ def _bare(text: str, begin: int, ended: bool) -> ReadCalls:
     if position == len(text):
         return None
     while True:
-        try:
-            document, position = _json(text, position)
-        except _Unfinished:
-            return None
-        except ValueError:
-            return [], len(text)
+        document, position = _json(text, position)
         whole = isinstance(document, dict) and ("parameters" in document or "arguments" in document)
         call, position = _call(document) if whole else None, _behind_blanks(text, position)
         if call is None:
@@ -274,24 +269,14 @@ def _mistral(text: str, begin: int, ended: bool) -> ReadCalls:
             return None
         name = text[begin:brace].removesuffix("[ARGS]").split("[CALL_ID]")[0].strip()
         return _read_named_call(text, brace, name)
-    try:
-        document, position = _json(text, begin)
-    except _Unfinished:
-        return None
-    except ValueError:
-        return [], len(text)
+    document, position = _json(text, begin)
     calls = [_call(entry) for entry in (document if isinstance(document, list) else [document])]
     valid = [entry for entry in calls if entry is not None]
     return (valid if len(valid) == len(calls) else []), position
 
 
-def _read_named_call(text: str, begin: int, name: str) -> ReadCalls:
-    try:
-        document, position = _json(text, begin)
-    except _Unfinished:
-        return None
-    except ValueError:
-        return [], len(text)
+def _read_named_call(text: str, begin: int, name: str) -> tuple[list[ToolCall], int]:
+    document, position = _json(text, begin)
     call = _call(document, name)
     return ([call] if call else []), position
 
@@ -309,15 +294,13 @@ def _deepseek(text: str, begin: int, ended: bool) -> ReadCalls:
         if brace < 0:
             return None
         first, _, second = text[position:brace].partition(_SEPARATOR)
-        reading = _read_named_call(
+        read, behind = _read_named_call(
             text, brace, (second.split("\n")[0].strip() or first.strip()) if _SEPARATOR in text[:brace] else ""
         )
-        if reading is None:
-            return None
-        if not reading[0]:
+        if not read:
             return [], len(text)
-        calls += reading[0]
-        end = text.find(_CALL_END, reading[1])
+        calls += read
+        end = text.find(_CALL_END, behind)
         if end < 0:
             return (calls, len(text)) if ended else None
         position = _behind_blanks(text, end + len(_CALL_END))
@@ -392,7 +375,10 @@ def _read_calls(family: ToolFamily, text: str, *, ended: bool) -> ToolReading:
         piece = text[position:begin]
         content, position = content + (_behind_call(content, piece) if after_call else piece), begin
         after_call = after_call and not piece.strip()
-        reading = family.at(text, behind, ended)
+        try:
+            reading = family.at(text, behind, ended)
+        except ValueError as error:
+            reading = None if isinstance(error, _Unfinished) else ([], len(text))
         if reading is None and not ended:
             return ToolReading(content.rstrip(), tuple(calls))
         valid, position = reading or ([], len(text))
