@@ -253,12 +253,7 @@ def plan(
     budget = tokens_of(tokens)
     _check_price(price, budget)
     conditions = None
-    failures: dict[str, Any] = {
-        "mtbf": mtbf,
-        "restart": restart,
-        "storage": storage,
-        "spares": spares,
-    }
+    failures: dict[str, Any] = {"mtbf": mtbf, "restart": restart, "storage": storage, "spares": spares}
     if budget and stack in ("", MESHWRIGHT.name):
         from meshwright.planner.rent.goodput import asked_conditions
 

@@ -148,12 +148,7 @@ def plan(
     cluster = _with_gpus(cluster, gpus)
     # One verb for four questions: a configuration (--from), formulas (--formula), serving (--serve), and training.
     # Options of another question are refused, since ignoring them would mislead.
-    failures: dict[str, Any] = {
-        "mtbf": mtbf,
-        "restart": restart,
-        "storage": storage,
-        "spares": spares,
-    }
+    failures: dict[str, Any] = {"mtbf": mtbf, "restart": restart, "storage": storage, "spares": spares}
     if source:
         from meshwright.verbs.plan_from.answer import plan_from
 
@@ -237,16 +232,11 @@ def plan(
         print_json(answer.to_dict())
         return
     asked = Asked(
-        fixed=answer.fixed,
-        tokens=answer.tokens,
-        price=price,
-        details=details,
-        top=top,
-        saved=str(save or ""),
+        fixed=answer.fixed, tokens=answer.tokens, price=price, details=details, top=top, saved=str(save or ""),
         own_batch=Path(model).suffix not in PLANS and not any("batch" in word for word in recipe or ()),
         stack=answer.software.word if answer.software else "",
         weeks=answer.weeks,
-    )
+    )  # fmt: skip
     show([*in_words(answer.estimator, answer.ranking, asked), *_device_note(cluster, nodes or 1)])
     if answer.software:
         show(after_plan(answer, written))
