@@ -28,9 +28,11 @@ from meshwright import compat
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.groups.mesh import saving_group
+from meshwright.remote.locations import Location
 from meshwright.spec import Layout, Recipe, presets
 from meshwright.spec.plan.plan import Store
 from meshwright.store.mirror import RECORDS, Mirror
+from meshwright.store.owner import Ownership
 from meshwright.store.saver import Saver
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.step.batches import Batch, split
@@ -67,7 +69,7 @@ def on_rank(model: str, ranks: int, saves: int, way: str, folder: str, environme
     mesh = state.engine.mesh
     group = None if way == "sync" else saving_group(mesh)
     store = Store(url=f"s3://{object_store.BUCKET}/{ranks}") if way == "store" else None
-    mirror = Mirror(store, rank=mesh.rank, writers=ranks) if store else None
+    mirror = Mirror(store, Ownership(Location.open(store.url)), rank=mesh.rank, writers=ranks) if store else None
     tokens = torch.randint(0, state.engine.model.shape.vocab, (1, TOKENS))
     batch = Batch(tokens=tokens, targets=tokens, valid=TOKENS, valid_of_rows=(TOKENS,))
     saving = Saver(Path(folder), keep_last=1, group=group, saved=lambda step, path: None, mirror=mirror)

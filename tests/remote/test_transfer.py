@@ -162,8 +162,8 @@ def test_a_refusal_names_the_right_that_is_missing(folder: Location, server: Fau
     requests = {
         r"write \(.*\): give these credentials the right s3:PutObject, or": lambda: (folder / "a").write(b"a"),
         r"write \(.*\): .* the right s3:PutObject, ": lambda: (folder / "a").upload(file),
-        r"read \(.*\): .* the right s3:GetObject, ": lambda: (folder / "a").read(),
-        r"read \(.*\): .* the right s3:GetObject,": lambda: (folder / "a").describe(),
+        r"read \(.*\): .* the right s3:GetObject and s3:ListBucket, ": lambda: (folder / "a").read(),
+        r"read \(.*\): .* the right s3:GetObject and s3:ListBucket,": lambda: (folder / "a").describe(),
         r"list \(.*\): .* the right s3:ListBucket, ": folder.list_files,
         r"remove \(.*\): .* the right s3:DeleteObject, ": lambda: (folder / "a").remove(),
     }
@@ -175,6 +175,20 @@ def test_a_refusal_names_the_right_that_is_missing(folder: Location, server: Fau
             assert "\n" not in str(raised.value) and not raised.value.may_pass
     finally:
         server.share, server.statuses = 0.0, object_store.TRANSIENT
+
+
+def test_other_refusals_than_a_missing_right_name_none(folder: Location, server: FaultyStore) -> None:
+    """A clock that is wrong, or a key: no right would help."""
+    server.share, server.statuses = 1.0, ("403 RequestTimeTooSkewed",)
+    try:
+        with pytest.raises(StoreError, match=r"not allowed to write \(.*\): see what the store asks for") as raised:
+            (folder / "a").write(b"a")
+        server.statuses = ("403 InvalidAccessKeyId",)
+        with pytest.raises(StoreError, match=r"these credentials are not valid \(.*\): set AWS_PROFILE"):
+            (folder / "a").write(b"a")
+    finally:
+        server.share, server.statuses = 0.0, object_store.TRANSIENT
+    assert not raised.value.may_pass
 
 
 def test_the_probe_tells_a_right_to_write_from_one_to_remove(folder: Location, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,9 +27,9 @@ from meshwright.remote.locations import Location
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import CheckpointError, PlanError, RunError, StoreError
 from meshwright.spec.plan.plan import Store
-from meshwright.store import checkpoint_folder, durable, mirror
+from meshwright.store import checkpoint_folder, durable, mirror, owner, saver
 from meshwright.store.mirror import Mirror, Uploader
-from meshwright.store.owner import OWNER, Ownership, Process
+from meshwright.store.owner import OWNER, Process
 from meshwright.store.run_folder import RunLock
 from meshwright.store.saver import UPLOADED
 from meshwright.store.stored_run import StoredRun
@@ -63,6 +63,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda number: None)
     monkeypatch.setattr("meshwright.training.plot.loss_plot", lambda records, path, **options: None)
     monkeypatch.setattr(locations, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(owner, "SETTLE_S", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -122,15 +123,24 @@ def test_failing_requests_cost_time_alone(
     assert not stored(url).list_checkpoints()[-1].problem
 
 
-SPIKE: dict[str, Any] = {"steps": 40, "keep_last": 3, "rollback_spikes": 2}
+SPIKE: dict[str, Any] = {"steps": 40, "keep_last": 3, "rollback_spikes": 2, "eval_every": 0}
 """With rows without sense in steps 26 to 32: noticed after step 30, back to step 24."""
+
+
+def leave_out(monkeypatch: pytest.MonkeyPatch, left_out: int, time: int = 1) -> None:
+    """Have each checkpoint wait for the upload of the one before: none stays local but one step, at its n-th time."""
+    choose, steps = Mirror.choose, []
+
+    def choose_after(uploads: Mirror, step: int, *, last: bool) -> str:
+        steps.append(step)
+        is_left_out = step == left_out and steps.count(step) == time
+        return "" if is_left_out else choose(uploads, step, last=True)
+
+    monkeypatch.setattr(Mirror, "choose", choose_after)
 
 
 @pytest.fixture
 def spoiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each checkpoint waits for the upload of the one before, so that none stays local."""
-    choose = Mirror.choose
-    monkeypatch.setattr(Mirror, "choose", lambda uploads, step, last: choose(uploads, step, last=True))
     monkeypatch.setattr(PackedRows, "take", PackedRows.take)
     for name in ("ENOUGH_STEPS", "HISTORY_STEPS", "DEVIATIONS"):
         monkeypatch.setattr(spikes, name, getattr(spikes, name))
@@ -139,47 +149,55 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("spoiled")
 @pytest.mark.parametrize(
-    ("crash", "options", "steps"),
+    ("crash", "stored_steps", "left_out", "steps"),
     [
-        (CrashedAgain(25), {"stored": 9}, [4, 8, 12, 16, 20, 24]),
-        (CrashedAgain(25), {"stored": 1}, [24]),
-        (Crashed(29), {"stored": 3}, [20, 24, 28]),
+        (CrashedAgain(25), 9, 0, [4, 8, 12, 16, 20, 24]),
+        (CrashedAgain(25), 3, 24, [16, 20, 24]),
+        (Crashed(29), 3, 0, [20, 24, 28]),
     ],
-    ids=["after the rollback", "the store had only what is abandoned", "in the spike"],
+    ids=["after the rollback", "that step was not uploaded", "in the spike"],
 )
 def test_a_rollback_reaches_the_store(
-    texts: Path, tmp_path: Path, url: str, crash: Crashed, options: dict[str, Any], steps: list[int]
-) -> None:
+    texts: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, crash: Crashed, stored_steps: int,
+    left_out: int, steps: list[int],
+) -> None:  # fmt: skip
     """Killed and wiped around it. In the last case, only the store has a checkpoint from before the spike."""
-    options = {**SPIKE, "eval_every": 0, **options}
-    loop.run(running.plan(texts, tmp_path / "whole", **{**OPTIONS, **SPIKE, "eval_every": 0}))
+    leave_out(monkeypatch, left_out)
+    if isinstance(crash, CrashedAgain):  # as by a kill, nothing that is on its way arrives
+        monkeypatch.setattr(saver, "GRACE_S", 0.0)
+    loop.run(running.plan(texts, tmp_path / "whole", **{**OPTIONS, **SPIKE}))
+    broken = plan(texts, tmp_path / "broken", url, **SPIKE, stored=stored_steps)
     with pytest.raises(PowerCut):
-        loop.run(plan(texts, tmp_path / "broken", url, **options), watchers=[crash])
+        loop.run(broken, watchers=[crash])
     assert [saved.step for saved in stored(url).list_checkpoints()] == steps
     wipe(tmp_path / "broken")
-    loop.run(plan(texts, tmp_path / "broken", url, **options), resume="auto")
+    loop.run(broken, resume="auto")
     assert_same_end(tmp_path / "broken", tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("spoiled")
 def test_a_rollback_without_the_store_goes_on(
-    texts: Path, tmp_path: Path, url: str, server: tuple[str, FaultyStore], caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """What cannot be removed at once is removed by the next upload."""
-    forget, faulty = StoredRun.forget_later, server[1]
+    texts: Path, tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be removed at once is removed before the next upload, whatever step that has."""
+    removal, failures = StoredRun.remove_later, []
 
-    def fail(run: StoredRun, path: Path) -> bool:
-        faulty.share, faulty.statuses = 1.0, ("403 AccessDenied",)
-        try:
-            return forget(run, path)
-        finally:
-            faulty.share, faulty.statuses = 0.0, object_store.TRANSIENT
+    def fail(run: StoredRun, *arguments: Any) -> None:
+        failures.append(arguments)
+        if len(failures) == 1:
+            raise StoreError("not allowed")
+        removal(run, *arguments)
 
-    monkeypatch.setattr(StoredRun, "forget_later", fail)
-    loop.run(plan(texts, tmp_path / "run", url, **{**SPIKE, "eval_every": 0, "stored": 10}))
-    assert any("later checkpoints than step-000024 remain in the store" in line for line in caplog.messages)
-    assert [saved.step for saved in stored(url).list_checkpoints()] == list(range(4, 44, 4))
+    monkeypatch.setattr(StoredRun, "remove_later", fail)
+    leave_out(monkeypatch, 28, time=2)
+    loop.run(plan(texts, tmp_path / "run", url, **SPIKE, stored=20))
+    assert any("checkpoints after step 24 that the run went back from remain" in line for line in caplog.messages)
+    assert [saved.step for saved in stored(url).list_checkpoints()] == [*range(4, 28, 4), 32, 36, 40]
+
+
+def test_a_store_that_keeps_too_few_to_go_back_is_refused(texts: Path, tmp_path: Path, url: str) -> None:
+    short = plan(texts, tmp_path / "run", url, **SPIKE, stored=1)
+    assert any("store.keep_last=1: take recipe.checkpoint_every=5 store.keep_last=2" in v for v in short.violations())
 
 
 def test_a_damaged_tier_is_repaired_from_the_other(texts: Path, tmp_path: Path, url: str) -> None:
@@ -431,23 +449,38 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> "list[subprocess.Popen[str]]":
     return processes
 
 
-def test_only_one_process_trains_a_run(texts: Path, tmp_path: Path, url: str) -> None:
-    """Another machine, which takes over while this one trains, ends it at the next upload, and keeps its mark."""
-    other = Ownership(Location.open(url), replace(HERE, host="node7", namespace="another machine"))
+class TakenOver(running.Notes):
+    """Another machine takes the run over after step 6, when the store has step 4."""
 
-    class TakenOver(running.Notes):
-        def stepped(self, metrics: Any) -> None:
-            if metrics.step == 6:
-                while _newest(url) < 4:
-                    time.sleep(0.05)
-                other.hold()
-            time.sleep(0.3 * (metrics.step > 8))  # until the upload of step 8 has been answered
+    def __init__(self, url: str, every: int) -> None:
+        super().__init__()
+        self.url, self.every, self.seen = url, every, 0
 
-    with pytest.raises(StoreError, match=r"step 8 is not in the store: s3://.* has been taken over by another process"):
-        loop.run(plan(texts, tmp_path / "run", url, steps=400), watchers=[TakenOver()])
-    assert [saved.step for saved in stored(url).list_checkpoints()] == [4]
-    content = json.loads((Location.open(url) / OWNER).read())
-    assert content["process"]["host"] == "node7"
+    def stepped(self, metrics: Any) -> None:
+        self.seen = metrics.step
+        if metrics.step == 6:
+            while self.every and _newest(self.url) < 4:
+                time.sleep(0.05)
+            other = {**asdict(HERE), "host": "node7", "namespace": "another machine"}
+            (Location.open(self.url) / OWNER).write(json.dumps({"process": other, "beat": 0}).encode())
+        time.sleep(0.3 * (metrics.step > 8))
+
+
+@pytest.mark.parametrize(("every", "beat_s"), [(4, 60.0), (0, 0.2)], ids=["at an upload", "at a beat"])
+def test_only_one_process_trains_a_run(
+    texts: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, every: int, beat_s: float
+) -> None:
+    """The one that was replaced ends, whether it saves or not, and keeps the mark of the other."""
+    monkeypatch.setattr(owner, "BEAT_S", beat_s)
+    taken = TakenOver(url, every)
+    broken = plan(texts, tmp_path / "run", url, steps=400, checkpoint_every=every, eval_every=0)
+    with pytest.raises(
+        StoreError, match=r"s3://.* has been taken over by node7 \(process \d+\), so this run ends here"
+    ):
+        loop.run(broken, watchers=[taken])
+    assert taken.seen < 100
+    assert [saved.step for saved in stored(url).list_checkpoints()] == ([4] if every else [])
+    assert json.loads((Location.open(url) / OWNER).read())["process"]["host"] == "node7"
 
 
 def test_a_run_that_ends_leaves_no_owner(texts: Path, tmp_path: Path, url: str) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from random import Random
 
 import pytest
 
@@ -22,7 +23,8 @@ ELSEWHERE = replace(HERE, host="node7", namespace="another machine")
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Location]:
-    for name, seconds in {"BEAT_S": 0.05, "SILENT_S": 0.6, "POLL_S": 0.02}.items():
+    times = {"BEAT_S": 0.05, "RETRY_S": 0.02, "SILENT_S": 0.6, "POLL_S": 0.02, "SETTLE_S": 0.05, "RELEASE_S": 0.5}
+    for name, seconds in times.items():
         monkeypatch.setattr(owner, name, seconds)
     location = Location.open(f"memory://{request.node.name}/{time.time_ns()}")
     yield location
@@ -42,8 +44,8 @@ def seconds_of_refusal(run: Location) -> float:
 
 
 def test_a_living_owner_elsewhere_is_refused_by_name(run: Location) -> None:
-    Ownership(run, ELSEWHERE).hold()
-    with pytest.raises(StoreError, match=rf"is being trained on node7 \(process {os.getpid()}\): end that one first"):
+    Ownership(run, ELSEWHERE).claim()
+    with pytest.raises(StoreError, match=rf"is being trained on node7 \(process {os.getpid()}\): end that first"):
         Ownership(run, HERE).refuse_another()
 
 
@@ -52,12 +54,18 @@ def test_a_silent_owner_elsewhere_is_waited_for_and_taken_for_dead(
 ) -> None:
     mark(run, ELSEWHERE)
     assert 0.6 <= seconds_of_refusal(run) < 3
-    assert "was trained on node7" in caplog.text and "waiting for 1 s" in caplog.text
+    assert "was trained on node7" in caplog.text and "Waiting 1 s" in caplog.text
+    # At the first step, it need not be waited for again.
+    assert seconds_of_refusal(run) < 0.3
+    mine = Ownership(run, HERE)
+    mine.claim()
+    assert not mine.is_lost
+    mine.release()
 
 
 def test_an_owner_that_ends_meanwhile_is_waited_for_no_longer(run: Location) -> None:
     mark(run, ELSEWHERE)
-    threading.Timer(0.1, Ownership(run, ELSEWHERE).release).start()
+    threading.Timer(0.1, (run / OWNER).remove).start()
     assert 0.1 <= seconds_of_refusal(run) < 0.5
 
 
@@ -79,7 +87,10 @@ def test_nobody_waits_for_oneself_nor_after_a_process_of_this_machine_that_is_go
     assert seconds_of_refusal(run) < 0.3
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"process": {"host": 1}}', b"\xff"])
+NO_NUMBER = b'{"process": {"host": "", "namespace": "", "number": "x", "started": ""}}'
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"process": {"host": 1}}', b"\xff", b"[" * 9999, NO_NUMBER])
 def test_a_mark_that_says_nothing_stops_nobody(run: Location, content: bytes) -> None:
     (run / OWNER).write(content)
     assert seconds_of_refusal(run) < 0.3
@@ -87,15 +98,58 @@ def test_a_mark_that_says_nothing_stops_nobody(run: Location, content: bytes) ->
 
 
 def test_who_lost_the_run_neither_beats_nor_removes_the_mark(run: Location) -> None:
-    first, second = Ownership(run, HERE), Ownership(run, ELSEWHERE)
-    first.hold()
+    first = Ownership(run, HERE)
+    first.claim()
     first.refuse_lost()
-    second.hold()
+    mark(run, ELSEWHERE)
     time.sleep(0.3)
-    assert first.is_lost and not second.is_lost
-    with pytest.raises(Superseded, match="has been taken over by another process"):
+    assert first.is_lost and not Ownership(run, ELSEWHERE).is_lost
+    with pytest.raises(Superseded, match=r"has been taken over by node7 \(process \d+\)"):
         first.refuse_lost()
     first.release()
-    assert not second.is_lost and (run / OWNER).describe() is not None
-    second.release()
+    assert first.is_lost and (run / OWNER).describe() is not None
+
+
+def test_a_mark_beats_through_failing_requests_and_goes_with_its_process(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of all requests fail. Each attempt of a beat is made once, and again after a short pause."""
+    mine, random, read = Ownership(run, HERE), Random(3), Location.read
+    mine.claim()
+
+    def failing(location: Location, *span: int) -> bytes:
+        if location.attempts == 1 and random.random() < 0.5:
+            raise StoreError("busy")
+        return read(location, *span)
+
+    monkeypatch.setattr(Location, "read", failing)
+    beats = []
+    for _ in range(20):
+        time.sleep(0.1)
+        beats.append(json.loads((run / OWNER).read())["beat"])
+    assert beats == sorted(beats) and beats[-1] >= 8
+    mine.release()
+    time.sleep(0.2)
     assert (run / OWNER).describe() is None
+
+
+def test_two_that_start_at_the_same_moment_do_not_both_train(run: Location) -> None:
+    threading.Timer(0.02, lambda: mark(run, ELSEWHERE)).start()
+    with pytest.raises(StoreError, match="was started by another process at the same moment"):
+        Ownership(run, HERE).claim()
+
+
+def test_a_store_that_cannot_be_written_is_an_error_at_the_start(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(location: Location, data: bytes) -> None:
+        raise StoreError("away")
+
+    mark(run, replace(HERE, started="1"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Location, "write", fail)
+        with pytest.raises(StoreError, match="away"):
+            Ownership(run, HERE).claim()
+    mine = Ownership(run, HERE)
+    mine.claim()
+    assert not mine.is_lost

@@ -166,7 +166,11 @@ def test_no_checkpoint_within_the_spike_stays(texts: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("spans", "options", "line"),
     [
-        ((GARBAGE, range(38 * 4, 45 * 4)), {}, "all 1 rollbacks are used up, and the run goes on"),
+        (
+            (GARBAGE, range(38 * 4, 45 * 4)),
+            {},
+            "the one rollback is used up, and the run goes on (recipe.rollback_spikes). ",
+        ),
         ((range(7 * 4, 14 * 4),), {"checkpoint_every": 9}, "no checkpoint is from before it, and the run goes on"),
     ],
     ids=["used up", "too early"],

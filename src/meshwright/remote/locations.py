@@ -52,10 +52,16 @@ NO_CREDENTIALS = {
 }  # fmt: skip
 """Classes of the libraries' errors, by name: none of them is imported for it."""
 RIGHTS = {
-    "HeadObject": "GetObject", "ListObjectsV2": "ListBucket", "DeleteObjects": "DeleteObject",
-    "CreateMultipartUpload": "PutObject", "UploadPart": "PutObject", "CompleteMultipartUpload": "PutObject",
+    # Without the second right, a file that is missing reads like one that is forbidden.
+    "GetObject": "s3:GetObject and s3:ListBucket", "HeadObject": "s3:GetObject and s3:ListBucket",
+    "ListObjectsV2": "s3:ListBucket", "ListObjects": "s3:ListBucket", "HeadBucket": "s3:ListBucket",
+    "DeleteObject": "s3:DeleteObject", "DeleteObjects": "s3:DeleteObject", "PutObject": "s3:PutObject",
+    "CreateMultipartUpload": "s3:PutObject", "UploadPart": "s3:PutObject", "CompleteMultipartUpload": "s3:PutObject",
+    "AbortMultipartUpload": "s3:AbortMultipartUpload", "ListMultipartUploads": "s3:ListBucketMultipartUploads",
 }  # fmt: skip
-"""Request of S3 -> the right that it takes, where that has another name."""
+"""Request of S3 -> the right that it takes."""
+DENIED = ("AccessDenied", "403", "Forbidden")
+"""Codes of S3 for a right that is missing. Other refusals, such as of an archived object, have other remedies."""
 NOT_VALID = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken")
 """Codes of S3 in messages about keys that are wrong or too old."""
 NO_ACCOUNT = "unable to connect to account"
@@ -113,6 +119,8 @@ class Location:
     filesystem: Any = field(compare=False, repr=False)
     path: str = field(compare=False, repr=False)
     """The path as the file system itself writes it."""
+    attempts: int = field(default=ATTEMPTS, compare=False, repr=False)
+    """Attempts of each request."""
 
     @classmethod
     def open(cls, url: str) -> "Location":
@@ -120,7 +128,8 @@ class Location:
 
         Raises PlanError for a scheme that is unknown, or whose library is not installed.
         """
-        name, url = scheme(url), url.rstrip("/")
+        name = scheme(url)
+        url = name + url.rstrip("/")[len(name) :]
         if name not in EXTRAS:
             known = ", ".join(f"{known}://" for known in EXTRAS)
             raise PlanError(f"{printable(url)} has a scheme that is not supported: take one of {known}, or a path")
@@ -178,7 +187,7 @@ class Location:
             with reporting(self.url, action):
                 return work()
 
-        return persist(attempt)
+        return persist(attempt, self.attempts)
 
     def read(self, start: int | None = None, end: int | None = None) -> bytes:
         """Read bytes `start` to `end`, by default all of the file. Raises FileNotFoundError where there is none."""
@@ -442,16 +451,21 @@ def _explain(url: str, error: Exception, action: str) -> tuple[str, bool]:
         return f"no credentials: {remedy}", False
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return f"no copy could be written to this machine ({os.strerror(error.errno)}): free some space there", False
-    if any(code in words for code in NOT_VALID):
+    denied: Any = next((cause for cause in causes if hasattr(cause, "operation_name")), None)  # of S3
+    code = denied.response.get("Error", {}).get("Code", "") if denied is not None else ""
+    if code in NOT_VALID or any(code in words for code in NOT_VALID):
         return f"these credentials are not valid ({words}): {remedy}", False
     status = getattr(getattr(error, "response", None), "status_code", 0)  # of the Hub
     if status == 401:
         return f"these credentials are not valid ({words}): {remedy}", False
     if isinstance(error, PermissionError) or status == 403 or GATED in classes:
-        # Other stores' words name the right.
-        call = next(filter(None, (getattr(cause, "operation_name", "") for cause in causes)), "")
-        right = f"the right s3:{RIGHTS.get(call, call)}" if call else "the right"
-        return f"not allowed to {action or 'do this'} ({words}): give these credentials {right}, or take others", False
+        refused = f"not allowed to {action or 'do this'} ({words})"
+        if denied is None or "kms:" in words:  # the words name the right
+            return f"{refused}: give these credentials the right, or take others", False
+        if code not in DENIED:
+            return f"{refused}: see what the store asks for", False
+        right = RIGHTS.get(denied.operation_name, f"to {denied.operation_name}")
+        return f"{refused}: give these credentials the right {right}, or take others", False
     if "OfflineModeIsEnabled" in classes:
         return "HF_HUB_OFFLINE is set: unset it, or name a path of this machine", False
     if classes & UNREACHABLE:
@@ -459,21 +473,21 @@ def _explain(url: str, error: Exception, action: str) -> tuple[str, bool]:
     return f"{words}: fix that, or name another URL", True
 
 
-def persist(work: Callable[[], T]) -> T:
-    """Repeat a request until it succeeds, with growing pauses, at most ATTEMPTS times or about LONGEST_S.
+def persist(work: Callable[[], T], attempts: int = ATTEMPTS) -> T:
+    """Repeat a request until it succeeds, with growing pauses, at most so many times or about LONGEST_S.
 
     What no repetition can cure is raised at once: a missing file, missing credentials, a missing right.
     """
     begun_s = time.monotonic()
-    for attempt in range(ATTEMPTS):
+    for attempt in range(attempts):
         try:
             return work()
         except StoreError as error:
             is_late = attempt > 0 and time.monotonic() - begun_s > LONGEST_S
-            if not error.may_pass or is_late or attempt == ATTEMPTS - 1:
+            if not error.may_pass or is_late or attempt == attempts - 1:
                 raise
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt)
-            log.debug("%s: attempt %d of %d", error, attempt + 1, ATTEMPTS)
+            log.debug("%s: attempt %d of %d", error, attempt + 1, attempts)
         # Ranks that failed together must not come back together.
         time.sleep(pause_s * (0.5 + random.Random().random()))
     raise AssertionError("the last attempt returns or raises")

@@ -63,11 +63,16 @@ class Mirror:
 
     Args:
         store: Its URL, limits and retention.
+        ownership: That of this process, claimed on rank 0.
         writers: Number of ranks, which share the bandwidth.
         waiting: Called every second while a caller waits, for a watchdog.
     """
 
-    def __init__(self, store: Store, *, rank: int, writers: int, waiting: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, store: Store, ownership: Ownership, *, rank: int, writers: int,
+        waiting: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.ownership, self._run = ownership, StoredRun(ownership.run)
         self.rank, self.writers, self.waiting = rank, writers, waiting
         self.error: StoreError | None = None
         """Why the last upload failed. The next one that succeeds clears it."""
@@ -75,19 +80,21 @@ class Mirror:
         """Step of the last checkpoint that this process uploaded."""
         self.skipped_step: int | None = None
         """Step of the last checkpoint if rank 0 skipped its upload. None = it did not."""
-        self._run = StoredRun(Location.open(store.url))
-        self.ownership = Ownership(self._run.location, Process.find(os.getpid()))
         self._settings = {
             "store": {"url": store.url, "keep_last": store.keep_last, "bandwidth": store.bandwidth / writers},
             "process": asdict(self.ownership.process), "rank": rank, "writers": writers,
         }  # fmt: skip
-        self._step = 0
+        self._is_limited, self._step = bool(store.bandwidth), 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="uploads")
         self._upload: Future[None] | None = None
         self._process: subprocess.Popen[str] | None = None
         self._lock = Lock()
         """Held while the process changes: another thread starts it again."""
         self._abandoned = False
+        self._back_to: int | None = None
+        """Step that the run has gone back to, until the store holds nothing of the course that it left."""
+        self._since: set[str] = set()
+        """Names of uploads since then."""
 
     @property
     def step(self) -> int | None:
@@ -103,22 +110,36 @@ class Mirror:
         if last:
             self.wait()
         elif (under_way := self.step) is not None:
+            raised = ", or raise store.bandwidth" if self._is_limited else ""
             log.warning(
                 "step %d is not uploaded: the upload of step %d is under way. Save less often "
-                "(recipe.checkpoint_every), or raise store.bandwidth", step, under_way,
+                "(recipe.checkpoint_every)%s", step, under_way, raised,
             )  # fmt: skip
             self.skipped_step = step
             return ""
-        return f"step-{step:06d}-{secrets.token_hex(4)}"
+        self._forget_later(step)
+        name = f"step-{step:06d}-{secrets.token_hex(4)}"
+        self._since.add(name)
+        return name
 
-    def forget_later(self, path: Path) -> bool:
+    def go_back(self, path: Path) -> bool:
         """Remove later checkpoints than a local one from the store. False = the store must get that one first."""
+        self._back_to, self._since = checkpoint_folder.step_of(path), set()
+        with suppress(StoreError):  # it is tried again before the next upload
+            if not self._run.has_copy(path):
+                return False
+        self._forget_later(self._back_to + 1)
+        return True
+
+    def _forget_later(self, step: int) -> None:
+        """Remove from the store what the run has left behind by going back, if it is past that point."""
+        if self._back_to is None or step <= self._back_to or self.ownership.is_lost:
+            return
         try:
-            return self.ownership.is_lost or self._run.forget_later(path)
+            self._run.remove_later(self._back_to, self._since)
+            self._back_to, self._since = None, set()
         except StoreError as error:
-            # The next upload removes them, too.
-            log.warning("later checkpoints than %s remain in the store: %s", path.name, error)
-            return True
+            log.warning("checkpoints after step %d that the run went back from remain: %s", self._back_to, error)
 
     def begin(self, step: int, path: Path, name: str) -> None:
         """Start to upload a committed local checkpoint. All ranks call this with the name that rank 0 chose."""
@@ -143,8 +164,6 @@ class Mirror:
             self._abandoned = True
             self._end_process()
         self._thread.shutdown()
-        if self.rank == 0:
-            self.ownership.release()
 
     def start(self) -> None:
         """Start the process, or start it again after it has ended. Raises StoreError if it does not get ready."""
@@ -225,8 +244,12 @@ class Uploader:
         self.ownership.refuse_lost()
         self.upload_records(path.parent.parent)
         self._wait_for_files(target, commit)
-        self.ownership.refuse_lost()
         (target / COMMIT).write(checkpoint_folder.encode_commit(commit))
+        try:
+            self.ownership.refuse_lost()
+        except Superseded:  # while it was written, perhaps at the tenth attempt
+            self.run.remove(name)
+            raise
         # Only now: until the new one is committed, the old ones are all there is.
         try:
             self.run.prune(self.store.keep_last, step=commit.step, uploading=name)
@@ -256,6 +279,7 @@ class Uploader:
         pause_s, longest_s = POLL_S
         last_missing, since_s = len(needed), time.monotonic()
         while True:
+            self.ownership.refuse_lost()  # whoever took over may have removed what is waited for
             present = target.list_sizes()
             missing = [name for name, size in needed.items() if present.get(name) != size]
             if not missing:
@@ -300,8 +324,6 @@ def serve_uploads(words: str) -> None:
     settings = json.loads(words)
     process = Process(**settings["process"])
     uploader = Uploader(Store(**settings["store"]), settings["rank"], settings["writers"], process)
-    if uploader.rank == 0:
-        uploader.ownership.hold()
     print(READY, end="", file=answers, flush=True)
     while True:
         request = json.loads(requests.get())
@@ -316,7 +338,9 @@ def serve_uploads(words: str) -> None:
 
 def upload_last_records(store: Store, folder: Path) -> None:
     """Upload what a run has written after its last checkpoint. A failure is logged: the checkpoint is there."""
+    uploader = Uploader(store, 0, 1, Process.find(os.getpid()))
     try:
-        Uploader(store, 0, 1, Process.find(os.getpid())).upload_records(folder)
+        uploader.ownership.refuse_lost()
+        uploader.upload_records(folder)
     except StoreError as error:
         log.warning("the last records of the run are not in the store: %s", error)

@@ -250,11 +250,15 @@ class Saver:
         is_missing = self.sharing is None and path.is_dir() and (stored_step is None or stored_step < step)
         self._upload(step, path, is_missing=is_missing)
 
-    def forget_later(self, path: Path) -> None:
-        """Make a checkpoint the newest in the store, too, after the run has gone back to it. All ranks together."""
+    def go_back(self, path: Path) -> None:
+        """Make a checkpoint the newest in the store, too, after the run has gone back to it. All ranks together.
+
+        Waits until it is: what is killed later shall not be resumed from a course that was left.
+        """
         if (mirror := self.mirror) is not None:
-            is_missing = mirror.rank == 0 and not mirror.forget_later(path)
-            self._upload(step_of(path), path, is_missing=is_missing)
+            is_missing = mirror.rank == 0 and not mirror.go_back(path)
+            self._upload(step_of(path), path, last=True, is_missing=is_missing)
+            mirror.wait()
 
     def _end_uploads(self) -> None:
         """Upload the last checkpoint if it was left out, and wait until the store has it. All ranks together."""
@@ -302,8 +306,9 @@ class Saver:
 
     @property
     def _superseded(self) -> Superseded | None:
-        error = self.mirror.error if self.mirror is not None else None
-        return error if isinstance(error, Superseded) else None
+        if (mirror := self.mirror) is None:
+            return None
+        return mirror.ownership.lost or (mirror.error if isinstance(mirror.error, Superseded) else None)
 
     @property
     def busy(self) -> bool:

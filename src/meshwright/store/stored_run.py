@@ -28,7 +28,6 @@ from meshwright.spec.plan.plan import Store
 from meshwright.store import checkpoint_folder
 from meshwright.store.checkpoint_folder import COMMIT, Commit, Saved
 from meshwright.store.durable import check_room, replace_file
-from meshwright.store.owner import Ownership, Process
 
 CHECKPOINTS = "checkpoints"
 RUN_ID = "run-id"
@@ -128,16 +127,17 @@ class StoredRun:
         (folder / COMMIT).remove()
         folder.remove_all(sorted(names - {COMMIT}))
 
-    def forget_later(self, path: Path) -> bool:
-        """Remove checkpoints of later steps than a local one has. Without a copy of that, remove nothing: False."""
-        commit, checkpoints = checkpoint_folder.read_commit(path), self.list_checkpoints()
-        same = (saved.name for saved in checkpoints if saved.step == commit.step and not saved.problem)
-        if all(self.read_commit(name) != commit for name in same):
-            return False
-        for saved in checkpoints:
-            if saved.step > commit.step:
+    def has_copy(self, path: Path) -> bool:
+        """Return whether the store has a sound copy of a local checkpoint."""
+        commit = checkpoint_folder.read_commit(path)
+        same = (saved for saved in self.list_checkpoints() if saved.step == commit.step and not saved.problem)
+        return any(self.read_commit(saved.name) == commit for saved in same)
+
+    def remove_later(self, step: int, retained: Collection[str] = ()) -> None:
+        """Remove checkpoints of later steps but those that are named."""
+        for saved in self.list_checkpoints():
+            if saved.step > step and saved.name not in retained:
                 self.remove(saved.name)
-        return True
 
     def prune(self, keep_last: int, *, step: int | None = None, uploading: str = "") -> list[str]:
         """Remove all but the newest `keep_last` whole checkpoints and the best. Damaged newer ones remain.
@@ -263,10 +263,7 @@ def check_store(store: Store, resume: str, folder: Path) -> int | None:
 
 
 def _check_run(run: StoredRun, resume: str, folder: Path) -> str:
-    """Return the id of the run that the store belongs to, empty when it is new.
-
-    Raises StoreError for another run, and while another process trains this one.
-    """
+    """Return the id of the run that the store belongs to, empty when it is new. Raises StoreError for another run."""
     stored_id, local_id = run.read_id(), read_local_id(folder)
     # A wiped disk: the run goes on from its store.
     is_new = resume == "auto" and not local_id and not checkpoint_folder.list_checkpoints(folder / CHECKPOINTS)
@@ -275,7 +272,6 @@ def _check_run(run: StoredRun, resume: str, folder: Path) -> str:
             f"{argument('store.url', run.location.url)} belongs to another run than {argument('run', folder)}: "
             f"resume=auto in a new {argument('run')} continues it, or choose another {argument('store.url')}"
         )
-    Ownership(run.location, Process.find(os.getpid())).refuse_another()
     return stored_id
 
 

@@ -46,6 +46,7 @@ from meshwright.training.step.watch import Forecast
 
 if TYPE_CHECKING:
     from meshwright.store.folder_ranks import FolderRanks
+    from meshwright.store.owner import Ownership
     from meshwright.store.stored_run import StoredRun
 
 log = logging.getLogger(__name__)
@@ -211,6 +212,8 @@ class Job:
     """Newest step in the plan's store when the job began, on rank 0. None = the store had none."""
     sharing: "FolderRanks | None"
     """The ranks that see this rank's run folder. None = all see one."""
+    ownership: "Ownership | None" = None
+    """That of the run behind the plan's store, claimed on rank 0. None = the plan has no store."""
     fetched: Path | None = None
     """Checkpoint that was brought from the plan's store, to each machine. None = none was needed."""
 
@@ -281,6 +284,23 @@ def settle_execution(plan: Plan, device: torch.device, rank_zero: RankZero, sett
         return devices.deterministic_plan(plan, device), ""
     lacks = find_missing_tool(device, rank_zero.world)
     return rank_zero.broadcast(lambda: settle(plan, lacks))
+
+
+@contextmanager
+def own_store(job: Job) -> Iterator[None]:
+    """Own the run behind the plan's store, if it has one. Raises StoreError while another process trains it."""
+    if not job.plan.store.url:
+        yield
+        return
+    from meshwright.remote.locations import Location
+    from meshwright.store.owner import Ownership
+
+    job.ownership = ownership = Ownership(Location.open(job.plan.store.url))
+    try:
+        job.rank_zero.run(ownership.claim)
+        yield
+    finally:
+        ownership.release()
 
 
 def load_corpus(job: Job, progress: Callable[[int, int], None] | None) -> tuple[Corpus, NumberedRows]:

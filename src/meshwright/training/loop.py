@@ -36,6 +36,7 @@ from meshwright.training.job import (
     load_corpus,
     open_job,
     open_run_folder,
+    own_store,
     replace_from_store,
 )
 from meshwright.training.objectives.objectives import AnswerSampler, Task, build_on_policy
@@ -79,21 +80,22 @@ def run(
     """
     # Ranks agree on one plan and refuse it before anything is written.
     job = open_job(plan, resume, pulse=pulse or Heartbeat(), preflight=preflight, settle=settle, machines=machines)
-    corpus, rows = load_corpus(job, progress)
-    with open_run_folder(job, corpus) as folder, catch_interrupts(job) as interrupt:
-        start = find_start(job, corpus, rows, folder)
-        # Before the student exists: its teacher may need the memory.
-        targets = store_teacher_targets(job, corpus, start, interrupt)
-        state, share = restore_or_initialize(job, start)
-        task = build_task(job, corpus, start, share, targets, sampler)
-        announce_run(job, corpus, rows, start)
-        # Nothing is refused from here on, so the plan of an earlier run may be replaced.
-        changes = commit_plan(job, start, state.progress.step)
-        trainer = Trainer(
-            job=job, state=state, corpus=corpus, folder=start.folder, share=share, task=task, changes=changes,
-            watchers=tuple(watchers) if job.rank_zero.is_here else (),
-        )  # fmt: skip
-        return trainer.train(interrupt)
+    with own_store(job):
+        corpus, rows = load_corpus(job, progress)
+        with open_run_folder(job, corpus) as folder, catch_interrupts(job) as interrupt:
+            start = find_start(job, corpus, rows, folder)
+            # Before the student exists: its teacher may need the memory.
+            targets = store_teacher_targets(job, corpus, start, interrupt)
+            state, share = restore_or_initialize(job, start)
+            task = build_task(job, corpus, start, share, targets, sampler)
+            announce_run(job, corpus, rows, start)
+            # Nothing is refused from here on, so the plan of an earlier run may be replaced.
+            changes = commit_plan(job, start, state.progress.step)
+            trainer = Trainer(
+                job=job, state=state, corpus=corpus, folder=start.folder, share=share, task=task, changes=changes,
+                watchers=tuple(watchers) if job.rank_zero.is_here else (),
+            )  # fmt: skip
+            return trainer.train(interrupt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

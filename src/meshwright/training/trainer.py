@@ -122,12 +122,14 @@ class Trainer:
 
     def _open_mirror(self) -> "Mirror | None":
         """Return the upload of checkpoints, which begins with the saver. None = the plan has no store."""
-        if not self.plan.store.url:
+        if self.job.ownership is None:
             return None
         from meshwright.store.mirror import Mirror
 
         world = self.state.engine.mesh["world"]
-        return Mirror(self.plan.store, rank=world.index, writers=world.size, waiting=self.pulse.piece_begun)
+        return Mirror(
+            self.plan.store, self.job.ownership, rank=world.index, writers=world.size, waiting=self.pulse.piece_begun
+        )
 
     def train(self, stop: Interrupt) -> Summary:
         """Run steps until the last one, an interruption, or a non-finite loss."""
@@ -367,8 +369,10 @@ class Trainer:
             if spike.error is not None:
                 raise spike.error()
             self.state.spikes.accept()
-            why = "no checkpoint is from before it" if rollbacks <= most else f"all {most} rollbacks are used up"
-            self._warn(f"{spike.words}: {why}, and the run goes on (recipe.rollback_spikes)")
+            used = f"{'the one rollback is' if most == 1 else f'all {most} rollbacks are'} used up"
+            why = "no checkpoint is from before it" if rollbacks <= most else used
+            kept = f". {earlier[0]} is from before it: copy it, since later saves remove it" if earlier else ""
+            self._warn(f"{spike.words}: {why}, and the run goes on (recipe.rollback_spikes){kept}")
             return False
         # A step under way on a GPU belongs to what is abandoned.
         self._pending.clear()
@@ -382,7 +386,7 @@ class Trainer:
             checkpoint_folder.remove_surplus(folder, step, self.plan.recipe.keep_last)
             for records in (log, MetricsLog(self.folder.samples)):
                 records.truncate_to(step)
-        self.saver.forget_later(path)
+        self.saver.go_back(path)
         # Counted as a part of the next step: a run that resumes from this checkpoint drops it, and writes it again.
         log.append(
             {"step": step + 1, "kind": ROLLBACK, "begun": spike.begun, "ended": abandoned.step,

@@ -166,12 +166,15 @@ def test_an_advice_names_steps_reason_and_assumption() -> None:
     saves = saves_of(1e9, 1e11, 64, 50e9, conditions)
     timing = time_run(30 * DAY_S, 10.0, 512, 64, saves, conditions)
     advice = timing.advice(10.0, conditions.rate)
-    assert f"recipe.checkpoint_every={round(timing.interval_s / 10)}" in advice
+    assert f"recipe.checkpoint_every={int(timing.interval_s / 10)}" in advice
     assert "419 unexpected interruptions in 54 days on 16,384 GPUs" in advice
     assert "(a failed one is under repair for 1 d 0 h); with 1 spare node 97.4%" in advice
     assert "spare" not in timing.with_best_spares().advice(10.0, conditions.rate)
     slow = replace(timing, write_s=600.0).at_best(10.0)
     assert slow.interval_s == 6000.0 and "writing takes 10 min" in slow.advice(10.0, "measured")
+    assert "a step takes longer than the best interval" in replace(timing, save_s=0.0).at_best(9e3).advice(9e3, "")
+    calm = replace(timing, mtbf_s=1e9, save_s=0.0).at_best(10.0)
+    assert calm.interval_s == HOUR_S and "a failure would cost more than an hour" in calm.advice(10.0, "measured")
     assert "shorter than any interval" in replace(timing, work_s=60.0).at_best(10.0).advice(10.0, "measured")
 
 

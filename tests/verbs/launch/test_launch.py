@@ -329,3 +329,19 @@ def test_a_signal_saves_and_the_next_start_continues_the_same_curve(
         records = [json.loads(line) for line in metrics.read_text().splitlines()]
         losses.append([record["loss"] for record in records if record.get("kind") != "eval"])
     assert len(losses[0]) == 300 and losses[0] == losses[1]
+
+
+def test_what_a_long_run_lacks_is_noted_and_what_nodes_cannot_do_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    long = [*BIG, "recipe.steps=200000", "recipe.warmup_steps=20"]
+    notes = " ".join(written(capsys, "kubernetes", tmp_path / "a", *long)["notes"])
+    assert "trains on the built-in text" in notes and "recipe.warmup_steps=20 is short for 200,000 steps" in notes
+    assert "run=/meshwright/NAME keeps a second experiment apart" in notes
+    named = [*BIG, "recipe.steps=200000", "recipe.warmup_steps=2000", "run=/meshwright/b", f"data={tmp_path}"]
+    assert "NAME" not in str(notes := written(capsys, "kubernetes", tmp_path / "b", *named)["notes"])
+    assert not any("short for" in note or "built-in" in note for note in notes)
+    back = ["recipe.rollback_spikes=1", "store=s3://bucket/a"]
+    line = refused(capsys, "launch", *BIG, *back, "--to", "kubernetes", "-o", tmp_path / "c")
+    assert "these nodes share none with a store: take recipe.rollback_spikes=0" in line
+    assert written(capsys, "slurm", tmp_path / "d", *BIG, *back)["nodes"] == 4

@@ -172,6 +172,7 @@ def exact_interval(save_s: float, mtbf_s: float) -> float:
     return x * mtbf_s
 
 
+TINY = 1e-6
 NEGLIGIBLE = 1e-3
 """Share of the time that rarer saves may cost. To gain less, more bytes are not written: often ten times as many."""
 
@@ -185,7 +186,7 @@ def rare_interval(save_s: float, mtbf_s: float) -> float:
     def takes_s(interval_s: float) -> float:
         return expected_wall_s(1.0, interval_s, save_s, 0.0, mtbf_s)
 
-    low_s = exact_interval(save_s, mtbf_s)
+    low_s = max(exact_interval(save_s, mtbf_s), TINY * mtbf_s)  # a save may cost nothing
     high_s, most_s = max(low_s, HOUR_S), (1 + NEGLIGIBLE) * takes_s(low_s)
     if takes_s(high_s) <= most_s:
         return high_s
@@ -296,8 +297,8 @@ class RunTiming:
         return min(choices, key=lambda choice: choice.wall_s * (self.nodes + choice.spares))
 
     def save_every(self, step_s: float) -> int:
-        """Return `interval_s` in whole steps: recipe.checkpoint_every."""
-        return max(1, round(self.interval_s / step_s))
+        """Return `interval_s` in whole steps, rounded down: recipe.checkpoint_every."""
+        return max(1, floor(self.interval_s / step_s * (1 + 1e-9)))
 
     def document(self, step_s: float) -> dict[str, Any]:
         """Return the figures in plain units."""
@@ -320,14 +321,16 @@ class RunTiming:
         best = self.with_best_spares()
         is_better = best.spares > self.spares and best.goodput >= self.goodput + 0.005
         spare = f"; with {many(best.spares, 'spare node')} {best.goodput:.1%}" if is_better else ""
+        rare_s = rare_interval(self.save_s, self.mtbf_s)
         if self.interval_s >= self.work_s:
             why = "the run is shorter than any interval that pays"
-        elif self.interval_s > rare_interval(self.save_s, self.mtbf_s) * (1 + 1e-9):
+        elif self.interval_s > rare_s * (1 + 1e-9):
             share = self.write_s / self.interval_s
             why = f"writing takes {duration(self.write_s)}, and is under way for {share:.0%} of the time"
-            why = why if self.interval_s > step_s else "saves cost so little that each step can be saved"
+            why = why if self.interval_s > step_s else "a step takes longer than the best interval"
         else:
-            why = f"less often would lose more work, more often would gain at most {NEGLIGIBLE:.1%} of the time"
+            less = "a failure would cost more than an hour" if rare_s == HOUR_S else "more work would be lost"
+            why = f"less often {less}, more often would gain about {NEGLIGIBLE:.1%} of the time at most"
         return (
             f"Save every {many(every, 'step')} (recipe.checkpoint_every={every}, {duration(every * step_s)}): {why}; "
             f"a save stops training for {duration(self.save_s)}, and a failure comes every {duration(self.mtbf_s)} "

@@ -14,7 +14,7 @@ from meshwright.spec.errors import IllegalLayout, PlanError, argument, printable
 from meshwright.spec.layout.cluster import Cluster
 from meshwright.spec.layout.layout import AXES, Layout, layers_of_stages
 from meshwright.spec.model.shape import NO_TARGETS, ModelShape
-from meshwright.spec.recipe.recipe import Recipe
+from meshwright.spec.recipe.recipe import Recipe, rollback_problem
 from meshwright.spec.rules.legal import (
     batch_refusals,
     distillation_violations,
@@ -303,6 +303,8 @@ class Plan:
                 "data.packing=off pads rows, and a mixture of experts would route the padding: take "
                 "data.packing=best-fit"
             )
+        if self.store.url and (problem := rollback_problem(self.recipe, self.store.keep_last)):
+            violations.append(problem)
         violations += position_refusals(*settings)
         return violations
 

@@ -355,8 +355,11 @@ class Recipe:
         return batch
 
 
-def rollback_problem(recipe: Recipe) -> str:
-    """Return what keeps a run from going back before a spike. Empty = nothing, or nobody asks for it."""
+def rollback_problem(recipe: Recipe, stored: int = 0) -> str:
+    """Return what keeps a run from going back before a spike. Empty = nothing, or nobody asks for it.
+
+    `stored`: checkpoints that a store keeps, to be judged instead of those on disk.
+    """
     asked = f"recipe.rollback_spikes={recipe.rollback_spikes}"
     longest_row = max(SPIKE_STEPS, recipe.skip_nonfinite + 1)
     if not recipe.rollback_spikes:
@@ -369,11 +372,12 @@ def rollback_problem(recipe: Recipe) -> str:
             "recipe.distillation_top_k=0, or recipe.rollback_spikes=0"
         )
     # When a spike is noticed, the oldest of the kept checkpoints must be one from before its first step.
-    if recipe.checkpoint_every * (recipe.keep_last - 1) < longest_row:
+    keep_last, key = stored or recipe.keep_last, "store.keep_last" if stored else "recipe.keep_last"
+    if recipe.checkpoint_every * (keep_last - 1) < longest_row:
         return (
             f"{asked} needs a checkpoint from {longest_row} steps ago, with recipe.checkpoint_every="
-            f"{recipe.checkpoint_every} and recipe.keep_last={recipe.keep_last}: take recipe.checkpoint_every="
-            f"{max(longest_row, recipe.checkpoint_every)} recipe.keep_last={max(2, recipe.keep_last)}"
+            f"{recipe.checkpoint_every} and {key}={keep_last}: take recipe.checkpoint_every="
+            f"{max(longest_row, recipe.checkpoint_every)} {key}={max(2, keep_last)}"
         )
     return ""
 

@@ -26,7 +26,7 @@ from meshwright.planner.step.prediction import usable_bytes
 from meshwright.remote.locations import EXTRAS, is_url, scheme
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError, argument
-from meshwright.spec.plan.plan import differences, nearest_layouts, world_violation
+from meshwright.spec.plan.plan import STDLIB, differences, nearest_layouts, world_violation
 from meshwright.spec.presets import suggest
 from meshwright.spec.units import many, short_gib
 from meshwright.stacks.config_files import PORT, node_head, slurm_head, srun_lines
@@ -54,6 +54,9 @@ SKY_NAMES = (
     (r"RTX-6000-Ada", "RTX6000-Ada"), (r"(G?[ABHV]\d+)-.*", r"\1"),
 )  # fmt: skip
 """Name of a device -> SkyPilot's name of its accelerator, where they differ."""
+SETUP = "# Yours, where your package index has no such version: the path of a wheel, or of a clone in this folder.\n"
+SHORT_WARMUP = 1e-3
+"""Share of the steps below which a warm-up is noted. Llama 3 405B: 8,000 of 1,200,000 (arXiv:2407.21783, 3.4.1)."""
 RENDEZVOUS = (
     '--rdzv_id "${RUN##*/}" --rdzv_backend c10d --rdzv_endpoint "$HEAD:$PORT" \\\n'
     '    --rdzv_conf "is_host=$([ "$NODE_RANK" = 0 ] && echo true || echo false)"'
@@ -73,6 +76,7 @@ class Job:
     image: str
     storage_gib: int
     """Room for all checkpoints that exist at once."""
+    is_named_after_model: bool
 
     def texts(self, to: str) -> dict[str, str]:
         """Return the text of each file but plan.yaml, by name."""
@@ -97,7 +101,7 @@ class Job:
         package = f"'meshwright{chosen}=={__version__}'"
         words |= {
             "resources": "".join(self._sky_resources()),
-            "setup": "" if self.image else f"setup: pip install {package}\n",
+            "setup": "" if self.image else f"{SETUP}setup: pip install {package}\n",
             "volume": "" if url else _fill("volume.yaml", words),
             "yours": "" if url else "\n# Yours to set: VOLUME.",
             # SkyPilot's fast networks (EFA, GPUDirect, Nebius) join NVIDIA's GPUs alone.
@@ -260,6 +264,12 @@ def launch(
     if cluster.device.plan_only:
         raise PlanError(f"the plan cannot run on {cluster.device.name}: {cluster.device.plan_only}")
     _refuse_other_world(parsed)
+    if parsed.recipe.rollback_spikes and parsed.store.url and to != "slurm" and cluster.nodes > 1:
+        asked = f"recipe.rollback_spikes={parsed.recipe.rollback_spikes}"
+        remedy = (
+            "take recipe.rollback_spikes=0, or leave out the store: the run is then on a volume that all nodes share"
+        )
+        raise PlanError(f"{asked} goes back on local disk, and these nodes share none with a store: {remedy}")
     folder = Path(out or to)
     refuse_nonempty(folder, "out")
     refuse_unwritable(folder, "out")
@@ -314,6 +324,7 @@ def _job(parsed: Plan, to: str, folder: Path, grace: int | None, image: str) -> 
         name=name,
         grace_s=grace or min(MOST_GRACE_S, max(LEAST_GRACE_S, counted)),
         image=image,
+        is_named_after_model=is_open(parsed.run),
         storage_gib=10 + math.ceil(checkpoints * saves.total_bytes / 2**30),
     )
 
@@ -327,6 +338,13 @@ def _notes(job: Job, to: str, folder: Path) -> Iterator[str]:
         if not expected.fits:
             room = short_gib(usable_bytes(plan))
             yield f"it does not fit: a device needs {short_gib(expected.peak_bytes)} of {room}; see meshwright plan"
+    recipe, steps = plan.recipe, plan.recipe.over(0, None).steps
+    if plan.data.path == STDLIB and not plan.data.sources:
+        yield "it trains on the built-in text: data=PATH names yours, and data.tokenizer the model's tokenizer"
+    if 0 < recipe.warmup_steps < SHORT_WARMUP * steps:
+        yield f"recipe.warmup_steps={recipe.warmup_steps} is short for {steps:,} steps: Llama 3 405B took 8,000"
+    if job.is_named_after_model and to != "slurm":
+        yield f"run and job are named after the model: run={Path(plan.run).parent}/NAME keeps a second experiment apart"
     if urls := [url for url in job.urls if url != plan.store.url]:
         yield f"nodes need the right to read {', '.join(urls)}: a role, or variables in the job's file"
     for source in (*(source.path for source in plan.data.sources), plan.data.path, plan.init, plan.teacher_init):

@@ -218,6 +218,7 @@ def plan(
     document_tokens: float = 0.0,
     mtbf: float | None = None,
     restart: float | None = None,
+    repair: float | None = None,
     storage: float | None = None,
     spares: int | None = None,
 ) -> PlanAnswer:
@@ -240,6 +241,7 @@ def plan(
         document_tokens: Average length of the packed document around a token. 0 = the whole row.
         mtbf: Hours of a device between failures. None = as in Llama 3's run. This and what follows need `tokens`.
         restart: Seconds from a failure to the next step.
+        repair: Hours until a failed node is back.
         storage: GB/s of a node, for checkpoints.
         spares: Nodes beyond those that train.
 
@@ -253,7 +255,9 @@ def plan(
     budget = tokens_of(tokens)
     _check_price(price, budget)
     conditions = None
-    failures: dict[str, Any] = {"mtbf": mtbf, "restart": restart, "storage": storage, "spares": spares}
+    failures: dict[str, Any] = {
+        "mtbf": mtbf, "restart": restart, "repair": repair, "storage": storage, "spares": spares,
+    }  # fmt: skip
     if budget and stack in ("", MESHWRIGHT.name):
         from meshwright.planner.rent.goodput import asked_conditions
 

@@ -24,6 +24,7 @@ from meshwright.interface.options import (
     AskedOutputFolder,
     AskedQuantization,
     AskedRecipe,
+    AskedRepair,
     AskedRestart,
     AskedServe,
     AskedStack,
@@ -84,6 +85,7 @@ def plan(
     ] = 0.0,
     mtbf: AskedMtbf = None,
     restart: AskedRestart = None,
+    repair: AskedRepair = None,
     storage: AskedStorage = None,
     spares: Annotated[
         int | None, typer.Option("--spares", metavar="INT", help="Nodes beyond those that train. [default: 0]")
@@ -148,7 +150,9 @@ def plan(
     cluster = _with_gpus(cluster, gpus)
     # One verb for four questions: a configuration (--from), formulas (--formula), serving (--serve), and training.
     # Options of another question are refused, since ignoring them would mislead.
-    failures: dict[str, Any] = {"mtbf": mtbf, "restart": restart, "storage": storage, "spares": spares}
+    failures: dict[str, Any] = {
+        "mtbf": mtbf, "restart": restart, "repair": repair, "storage": storage, "spares": spares,
+    }  # fmt: skip
     if source:
         from meshwright.verbs.plan_from.answer import plan_from
 
@@ -316,6 +320,7 @@ def _check_save(save: Path, model: str) -> None:
 def _command(best: "Plan", file: Path) -> Iterator[str]:
     """Yield the command that runs the saved plan, and the settings that nobody has chosen."""
     from meshwright.interface.terminal.screen_text import continued, width
+    from meshwright.store.default_folders import is_open
 
     cluster, recipe, words = best.cluster, best.recipe, f"train {shlex.quote(str(file))}"
     if best.data.form == SAMPLES:
@@ -332,12 +337,16 @@ def _command(best: "Plan", file: Path) -> Iterator[str]:
         command, where = f"torchrun --nproc_per_node {cluster.devices_per_node} -m meshwright {words}", ""
     else:
         where = f", on each of the {cluster.nodes} nodes, HOST being one of them"
+        shared = " run=SHARED_FOLDER resume=auto" if is_open(best.run) else " resume=auto"
         command = (
-            f"torchrun --nnodes {cluster.nodes} --nproc_per_node {cluster.devices_per_node} --rdzv_backend c10d "
-            f"--rdzv_endpoint HOST:29400 --rdzv_id {shlex.quote(file.stem)} -m meshwright {words}"
+            f"torchrun --nnodes {cluster.nodes} --nproc_per_node {cluster.devices_per_node} --max_restarts 3 "
+            f"--rdzv_backend c10d --rdzv_endpoint HOST:29400 --rdzv_id {shlex.quote(file.stem)} -m meshwright "
+            f"{words}{shared}"
         )
     yield f"Command{where}:"
     yield from continued(command, width(), "  ")
+    if cluster.nodes > 1:
+        yield f"Files for a cluster, which also start it again: meshwright launch {shlex.quote(str(file))} --to slurm"
 
 
 def _check_folder(folder: Path | None, stack: str) -> None:
