@@ -169,7 +169,7 @@ def test_no_checkpoint_within_the_spike_stays(texts: Path, tmp_path: Path) -> No
         (
             (GARBAGE, range(38 * 4, 45 * 4)),
             {},
-            "the one rollback is used up, and the run goes on (recipe.rollback_spikes). ",
+            "the one rollback is used up, and the run goes on",
         ),
         ((range(7 * 4, 14 * 4),), {"checkpoint_every": 9}, "no checkpoint is from before it, and the run goes on"),
     ],
