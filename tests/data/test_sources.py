@@ -216,8 +216,11 @@ def test_a_shard_beside_plain_files_is_not_passed_over(tmp_path: Path, name: str
     (tmp_path / name).write_bytes(b"\0" * 600)
     for path in (tmp_path, f"{tmp_path}/*"):
         message = refusal(path)
-        assert f"has files that are not read in one go ({name} and a.jsonl)" in message
-        assert f"`meshwright data prepare data={path} -o STORE`, or name one kind, as data='{tmp_path}/*." in message
+        assert f"has shards beside plain files ({name} and a.jsonl)" in message
+        assert (
+            f"`meshwright data prepare data={path} data.tokenizer=FOLDER -o STORE`, or name one kind, as data='{tmp_path}/*."
+            in message
+        )
 
 
 def test_rows_in_another_encoding_are_named_and_not_passed_over(tmp_path: Path) -> None:

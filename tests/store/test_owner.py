@@ -54,7 +54,7 @@ def test_a_silent_owner_elsewhere_is_waited_for_and_taken_for_dead(
 ) -> None:
     mark(run, ELSEWHERE)
     assert 0.6 <= seconds_of_refusal(run) < 3
-    assert "was trained on node7" in caplog.text and "Waiting 1 s" in caplog.text
+    assert "was last trained on node7" in caplog.text and "Waiting 1 s" in caplog.text
     # At the first step, it need not be waited for again.
     assert seconds_of_refusal(run) < 0.3
     mine = Ownership(run, HERE)

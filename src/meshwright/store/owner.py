@@ -110,7 +110,7 @@ class Ownership:
         if owner in (None, self.process) or owner.is_gone or (self.run.url, content) in _SILENT:
             return
         who = f"{printable(owner.host)} (process {owner.number})"
-        log.warning("%s was trained on %s, which left no word: is it alive? Waiting %.0f s", self.run, who, SILENT_S)
+        log.warning("%s was last trained on %s: is that process alive? Waiting %.0f s", self.run, who, SILENT_S)
         ends_s = time.monotonic() + SILENT_S
         while time.monotonic() < ends_s:
             time.sleep(POLL_S)

@@ -83,8 +83,8 @@ class Source:
         if shard := next((path for path in listed if is_shard(path.name)), None):
             other = next((f" and {path.name}" for path in listed if not is_shard(path.name)), "")
             raise DataError(
-                f"data.path={data.path} has files that are not read in one go ({shard.name}{other}): encode all of it "
-                f"with `meshwright data prepare data={data.path} -o STORE`, or name one kind, as "
+                f"data.path={data.path} has shards beside plain files ({shard.name}{other}): encode all of it with "
+                f"`meshwright data prepare data={data.path} data.tokenizer=FOLDER -o STORE`, or name one kind, as "
                 f"data='{shard.parent}/*{''.join(ends(shard.name))}'"
             )
         if self._dataset is None and not self.files:
