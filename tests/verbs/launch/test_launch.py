@@ -173,6 +173,8 @@ def test_lines_that_clusters_ask_for_are_correct_when_switched_on(
     pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     [container] = pod["containers"]
     assert pod.pop("serviceAccountName") == "ACCOUNT"
+    assert pod.pop("nodeSelector") == {"LABEL": "VALUE"}
+    assert pod.pop("tolerations") == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
     assert container.pop("envFrom") == [{"secretRef": {"name": "SECRET"}}]
     assert container.pop("securityContext") == {"capabilities": {"add": ["IPC_LOCK"]}}
     limits = container["resources"]["limits"]
