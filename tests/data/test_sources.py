@@ -217,10 +217,8 @@ def test_a_shard_beside_plain_files_is_not_passed_over(tmp_path: Path, name: str
     for path in (tmp_path, f"{tmp_path}/*"):
         message = refusal(path)
         assert f"has shards beside plain files ({name} and a.jsonl)" in message
-        assert (
-            f"`meshwright data prepare data={path} data.tokenizer=FOLDER -o STORE`, or name one kind, as data='{tmp_path}/*."
-            in message
-        )
+        assert f"`meshwright data prepare data={path} data.tokenizer=FOLDER -o STORE`, or name one kind" in message
+        assert f"data='{tmp_path}/*." in message
 
 
 def test_rows_in_another_encoding_are_named_and_not_passed_over(tmp_path: Path) -> None:
