@@ -31,7 +31,7 @@ from meshwright.store import checkpoint_folder, durable, mirror, owner, saver
 from meshwright.store.mirror import Mirror, Uploader
 from meshwright.store.owner import OWNER, Process
 from meshwright.store.run_folder import RunLock
-from meshwright.store.saver import UPLOADED
+from meshwright.store.saver import UPLOADED, Saver
 from meshwright.store.stored_run import StoredRun
 from meshwright.training import loop
 from meshwright.training.job import check_without_common_folder
@@ -176,23 +176,29 @@ def test_a_rollback_reaches_the_store(
 
 
 @pytest.mark.usefixtures("spoiled")
-def test_a_rollback_without_the_store_goes_on(
-    texts: Path, tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_rollback_that_the_store_does_not_learn_of_ends_the_run(
+    texts: Path, tmp_path: Path, url: str, server: tuple[str, FaultyStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cannot be removed at once is removed before the next upload, whatever step that has."""
-    removal, failures = StoredRun.remove_later, []
+    """A run that is started again then goes back again, and its end is the same."""
+    loop.run(running.plan(texts, tmp_path / "whole", **{**OPTIONS, **SPIKE}))
+    leave_out(monkeypatch, 0)
+    broken, faulty, go_back = plan(texts, tmp_path / "broken", url, **SPIKE, stored=9), server[1], Saver.go_back
 
-    def fail(run: StoredRun, *arguments: Any) -> None:
-        failures.append(arguments)
-        if len(failures) == 1:
-            raise StoreError("not allowed")
-        removal(run, *arguments)
+    def fail(saving: Saver, path: Path) -> None:
+        faulty.share, faulty.statuses = 1.0, ("403 AccessDenied",)
+        go_back(saving, path)
 
-    monkeypatch.setattr(StoredRun, "remove_later", fail)
-    leave_out(monkeypatch, 28, time=2)
-    loop.run(plan(texts, tmp_path / "run", url, **SPIKE, stored=20))
-    assert any("checkpoints after step 24 that the run went back from remain" in line for line in caplog.messages)
-    assert [saved.step for saved in stored(url).list_checkpoints()] == [*range(4, 28, 4), 32, 36, 40]
+    with monkeypatch.context() as patch:
+        patch.setattr(Saver, "go_back", fail)
+        with pytest.raises(
+            StoreError, match="went back to step-000024, and its store has later checkpoints: .*allowed"
+        ):
+            loop.run(broken)
+    faulty.share, faulty.statuses = 0.0, object_store.TRANSIENT
+    loop.run(broken, resume="auto")
+    assert_same_end(tmp_path / "broken", tmp_path / "whole")
+    # The new step 28 is the only one.
+    assert [saved.step for saved in stored(url).list_checkpoints()] == [*range(8, 44, 4)]
 
 
 def test_a_store_that_keeps_too_few_to_go_back_is_refused(texts: Path, tmp_path: Path, url: str) -> None:
@@ -483,13 +489,13 @@ def test_only_one_process_trains_a_run(
     assert json.loads((Location.open(url) / OWNER).read())["process"]["host"] == "node7"
 
 
-def test_a_run_that_ends_leaves_no_owner(texts: Path, tmp_path: Path, url: str) -> None:
+def test_a_run_that_ends_says_so(texts: Path, tmp_path: Path, url: str) -> None:
     run = plan(texts, tmp_path / "run", url)
     with pytest.raises(PowerCut):
         loop.run(run, watchers=[Crashed(6)])
-    assert (Location.open(url) / OWNER).describe() is None
+    assert json.loads((Location.open(url) / OWNER).read())["beat"] is None
     loop.run(run, resume="auto")
-    assert (Location.open(url) / OWNER).describe() is None
+    assert json.loads((Location.open(url) / OWNER).read())["beat"] is None
 
 
 def test_a_killed_process_is_started_again_at_the_next_checkpoint(

@@ -55,12 +55,6 @@ def test_a_silent_owner_elsewhere_is_waited_for_and_taken_for_dead(
     mark(run, ELSEWHERE)
     assert 0.6 <= seconds_of_refusal(run) < 3
     assert "was last trained on node7" in caplog.text and "Waiting 1 s" in caplog.text
-    # At the first step, it need not be waited for again.
-    assert seconds_of_refusal(run) < 0.3
-    mine = Ownership(run, HERE)
-    mine.claim()
-    assert not mine.is_lost
-    mine.release()
 
 
 def test_an_owner_that_ends_meanwhile_is_waited_for_no_longer(run: Location) -> None:
@@ -103,11 +97,34 @@ def test_who_lost_the_run_neither_beats_nor_removes_the_mark(run: Location) -> N
     first.refuse_lost()
     mark(run, ELSEWHERE)
     time.sleep(0.3)
-    assert first.is_lost and not Ownership(run, ELSEWHERE).is_lost
+    assert first.lost is not None
     with pytest.raises(Superseded, match=r"has been taken over by node7 \(process \d+\)"):
         first.refuse_lost()
     first.release()
-    assert first.is_lost and (run / OWNER).describe() is not None
+    Ownership(run, ELSEWHERE).refuse_lost()
+
+
+def test_who_wakes_after_the_follower_has_ended_is_no_owner(run: Location) -> None:
+    first, second = Ownership(run, HERE), Ownership(run, ELSEWHERE)
+    first._write(0, first._file)  # and is frozen
+    second.claim()
+    second.release()
+    with pytest.raises(Superseded, match="taken over by node7"):
+        first.refuse_lost()
+    # A new start waits for nobody.
+    assert seconds_of_refusal(run) < 0.3
+
+
+def test_what_interrupts_a_claim_leaves_no_living_mark(run: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    mine = Ownership(run, ELSEWHERE)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner.time, "sleep", interrupt)
+        mine.claim()
+    mine.release()
+    assert seconds_of_refusal(run) < 0.3
 
 
 def test_a_mark_beats_through_failing_requests_and_goes_with_its_process(
@@ -130,7 +147,7 @@ def test_a_mark_beats_through_failing_requests_and_goes_with_its_process(
     assert beats == sorted(beats) and beats[-1] >= 8
     mine.release()
     time.sleep(0.2)
-    assert (run / OWNER).describe() is None
+    assert json.loads((run / OWNER).read())["beat"] is None
 
 
 def test_two_that_start_at_the_same_moment_do_not_both_train(run: Location) -> None:
@@ -152,4 +169,5 @@ def test_a_store_that_cannot_be_written_is_an_error_at_the_start(
             Ownership(run, HERE).claim()
     mine = Ownership(run, HERE)
     mine.claim()
-    assert not mine.is_lost
+    mine.refuse_lost()
+    mine.release()

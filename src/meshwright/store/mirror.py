@@ -91,10 +91,6 @@ class Mirror:
         self._lock = Lock()
         """Held while the process changes: another thread starts it again."""
         self._abandoned = False
-        self._back_to: int | None = None
-        """Step that the run has gone back to, until the store holds nothing of the course that it left."""
-        self._since: set[str] = set()
-        """Names of uploads since then."""
 
     @property
     def step(self) -> int | None:
@@ -117,29 +113,7 @@ class Mirror:
             )  # fmt: skip
             self.skipped_step = step
             return ""
-        self._forget_later(step)
-        name = f"step-{step:06d}-{secrets.token_hex(4)}"
-        self._since.add(name)
-        return name
-
-    def go_back(self, path: Path) -> bool:
-        """Remove later checkpoints than a local one from the store. False = the store must get that one first."""
-        self._back_to, self._since = checkpoint_folder.step_of(path), set()
-        with suppress(StoreError):  # it is tried again before the next upload
-            if not self._run.has_copy(path):
-                return False
-        self._forget_later(self._back_to + 1)
-        return True
-
-    def _forget_later(self, step: int) -> None:
-        """Remove from the store what the run has left behind by going back, if it is past that point."""
-        if self._back_to is None or step <= self._back_to or self.ownership.is_lost:
-            return
-        try:
-            self._run.remove_later(self._back_to, self._since)
-            self._back_to, self._since = None, set()
-        except StoreError as error:
-            log.warning("checkpoints after step %d that the run went back from remain: %s", self._back_to, error)
+        return f"step-{step:06d}-{secrets.token_hex(4)}"
 
     def begin(self, step: int, path: Path, name: str) -> None:
         """Start to upload a committed local checkpoint. All ranks call this with the name that rank 0 chose."""
@@ -199,10 +173,10 @@ class Mirror:
             except (StoreError, OSError) as error:  # OSError: this machine starts no process
                 answer = json.dumps([str(error), False])
         problem, is_superseded = json.loads(answer) if answer else ("the upload process has ended", False)
-        self.error = None
+        kind = Superseded if is_superseded else StoreError
+        # Assigned once: other threads read it.
+        self.error = kind(f"the checkpoint of step {step} is not in the store: {problem}") if problem else None
         if problem:
-            kind = Superseded if is_superseded else StoreError
-            self.error = kind(f"the checkpoint of step {step} is not in the store: {problem}")
             log.warning("%s", self.error)
         else:
             self.committed = step
@@ -247,12 +221,12 @@ class Uploader:
         (target / COMMIT).write(checkpoint_folder.encode_commit(commit))
         try:
             self.ownership.refuse_lost()
-        except Superseded:  # while it was written, perhaps at the tenth attempt
-            self.run.remove(name)
-            raise
-        # Only now: until the new one is committed, the old ones are all there is.
-        try:
+            # Only now: until the new one is committed, the old ones are all there is.
             self.run.prune(self.store.keep_last, step=commit.step, uploading=name)
+        except Superseded:  # while COMMIT was written, perhaps at the eighth attempt
+            with suppress(StoreError):
+                self.run.remove(name)
+            raise
         except StoreError as error:
             # The checkpoint itself is safe, and the next upload prunes again.
             log.warning("old checkpoints remain: %s", error)
@@ -304,7 +278,7 @@ def _writer_of(name: str) -> int:
     return int(match[1]) - 1 if match else 0
 
 
-def serve_uploads(words: str) -> None:
+def serve_uploads(settings_json: str) -> None:
     """Upload what standard input asks for, one JSON line each. Answers with one: [failure or empty, superseded]."""
     # A cluster sends its signals to every process of a job, and the last checkpoint is still to be uploaded.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -321,7 +295,7 @@ def serve_uploads(words: str) -> None:
         os._exit(0)
 
     Thread(target=read_requests, daemon=True).start()
-    settings = json.loads(words)
+    settings = json.loads(settings_json)
     process = Process(**settings["process"])
     uploader = Uploader(Store(**settings["store"]), settings["rank"], settings["writers"], process)
     print(READY, end="", file=answers, flush=True)
@@ -332,15 +306,15 @@ def serve_uploads(words: str) -> None:
             uploader.upload(Path(request["path"]), request["name"])
         except Exception as error:  # whatever it is, the run must report it
             problem, is_superseded = str(error) or repr(error), isinstance(error, Superseded)
-            uploader.report_failure(request["name"], problem)
+            if not is_superseded:  # the store is another run's
+                uploader.report_failure(request["name"], problem)
         print(json.dumps([problem, is_superseded]), file=answers, flush=True)
 
 
-def upload_last_records(store: Store, folder: Path) -> None:
+def upload_last_records(store: Store, ownership: Ownership, folder: Path) -> None:
     """Upload what a run has written after its last checkpoint. A failure is logged: the checkpoint is there."""
-    uploader = Uploader(store, 0, 1, Process.find(os.getpid()))
     try:
-        uploader.ownership.refuse_lost()
-        uploader.upload_records(folder)
+        ownership.refuse_lost()
+        Uploader(store, 0, 1, ownership.process).upload_records(folder)
     except StoreError as error:
         log.warning("the last records of the run are not in the store: %s", error)

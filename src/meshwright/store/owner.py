@@ -26,9 +26,7 @@ SILENT_S, POLL_S = 60.0, 5.0
 SETTLE_S = 1.0
 """Time in which another process, which looked at the same moment, has written its mark too."""
 RELEASE_S = 5.0
-"""Longest wait for the removal of a mark. The next start waits for one that stays, if it is on another machine."""
-_SILENT: set[tuple[str, str]] = set()
-"""Runs and marks that stayed while this process looked. It waits for none of them again."""
+"""Longest wait for the last word of a mark. Without it, the next start waits, if it is on another machine."""
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +45,9 @@ class Process:
     number: int
     started: str
     """Time of its start in ticks of its machine, since numbers are used again. Empty = unknown."""
+
+    def __str__(self) -> str:
+        return f"{printable(self.host)} (process {self.number})"
 
     @classmethod
     def find(cls, number: int) -> "Process":
@@ -67,6 +68,15 @@ class Process:
         return bool(self.started) and here.namespace == self.namespace and here.started != self.started
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Contents of a run's mark."""
+
+    process: Process
+    beat: int | None
+    """Rises while the process lives. None = it has ended. Its name stays, for one that was frozen and wakes."""
+
+
 class Ownership:
     """The mark of a run's owner, as one process sees and writes it."""
 
@@ -78,48 +88,41 @@ class Ownership:
         self._ended = Event()
         self._beating: Thread | None = None
 
-    def _read(self, file: Location | None = None) -> tuple[Process | None, str]:
-        """Return the owner and what its mark says. None = the run has none, or one of another version."""
+    def _read(self, file: Location | None = None) -> Mark | None:
+        """Read the mark. None = there is none, or one of another version."""
         with suppress(FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
-            content = (file or self._file).read().decode()
-            owner = json.loads(content)["process"]
-            return Process(owner["host"], owner["namespace"], int(owner["number"]), owner["started"]), content
-        return None, ""
+            mark = json.loads((file or self._file).read())
+            owner = mark["process"]
+            process = Process(owner["host"], owner["namespace"], int(owner["number"]), owner["started"])
+            return Mark(process, None if mark["beat"] is None else int(mark["beat"]))
+        return None
 
-    def _write(self, beats: int, file: Location) -> None:
-        file.write(json.dumps({"process": asdict(self.process), "beat": beats}).encode())
+    def _write(self, beat: int | None, file: Location) -> None:
+        file.write(json.dumps({"process": asdict(self.process), "beat": beat}).encode())
 
-    @property
-    def is_lost(self) -> bool:
-        """True when another process has taken over."""
-        return self._read()[0] not in (None, self.process)
+    def refuse_lost(self, file: Location | None = None) -> None:
+        """Raise Superseded when another process has taken over, and has perhaps ended since."""
+        mark = self._read(file)
+        if mark is not None and mark.process != self.process:
+            raise Superseded(f"{self.run} has been taken over by {mark.process}, so this run ends here")
 
-    def refuse_lost(self) -> None:
-        """Raise Superseded when another process has taken over."""
-        owner, _ = self._read()
-        if owner not in (None, self.process):
-            raise self._superseded(owner)
-
-    def _superseded(self, owner: Process) -> Superseded:
-        who = f"{printable(owner.host)} (process {owner.number})"
-        return Superseded(f"{self.run} has been taken over by {who}, so this run ends here")
+    def _is_free(self, mark: Mark | None) -> bool:
+        return mark is None or mark.beat is None or mark.process == self.process or mark.process.is_gone
 
     def refuse_another(self) -> None:
         """Raise StoreError while another process trains the run. Waits when that may have died."""
-        owner, content = self._read()
-        if owner in (None, self.process) or owner.is_gone or (self.run.url, content) in _SILENT:
+        first = self._read()
+        if first is None or self._is_free(first):
             return
-        who = f"{printable(owner.host)} (process {owner.number})"
-        log.warning("%s was last trained on %s: is that process alive? Waiting %.0f s", self.run, who, SILENT_S)
+        log.warning("%s was last trained on %s: does it live? Waiting %.0f s", self.run, first.process, SILENT_S)
         ends_s = time.monotonic() + SILENT_S
         while time.monotonic() < ends_s:
             time.sleep(POLL_S)
-            now, mark = self._read()
-            if now is None or now.is_gone:
+            mark = self._read()
+            if mark is None or self._is_free(mark):
                 return
-            if mark != content:
-                raise self._refusal(f"is being trained on {printable(now.host)} (process {now.number}): end that first")
-        _SILENT.add((self.run.url, content))
+            if mark != first:
+                raise self._refusal(f"is being trained on {mark.process}: end that first")
 
     def _refusal(self, reason: str) -> StoreError:
         url = argument("store.url", self.run.url)
@@ -129,31 +132,39 @@ class Ownership:
         """Take the run over, and say that this process lives until `release`. Raises StoreError beside another one."""
         self.refuse_another()
         self._write(0, self._file)
-        time.sleep(SETTLE_S)
-        if self.is_lost:
-            raise self._refusal("was started by another process at the same moment: end one of them")
-        self._beating = Thread(target=self._beat, daemon=True)
+        # Its first beat is later. It ends the mark, too, whatever interrupts what follows.
+        self._beating = Thread(target=self._beat, name="owner", daemon=True)
         self._beating.start()
+        time.sleep(SETTLE_S)
+        try:
+            self.refuse_lost()
+        except Superseded:
+            raise self._refusal("was started by another process at the same moment: end one of them") from None
 
     def _beat(self) -> None:
         # One attempt each: the pauses of several would be longer than the silence of the dead.
-        beats, pause_s, file = 0, BEAT_S, replace(self._file, attempts=1)
+        beat, pause_s, file = 0, BEAT_S, replace(self._file, attempts=1)
+        written_s = time.monotonic()
         while not self._ended.wait(pause_s):
             pause_s = RETRY_S
-            with suppress(StoreError):
-                owner, _ = self._read(file)
-                if owner not in (None, self.process):
-                    self.lost = self._superseded(owner)
-                    return
-                beats += 1
-                self._write(beats, file)
-                pause_s = BEAT_S
-        with suppress(StoreError):
-            if self._read(file)[0] == self.process:
-                file.remove()
+            try:
+                self.refuse_lost(file)
+                beat += 1
+                self._write(beat, file)
+                pause_s, written_s = BEAT_S, time.monotonic()
+            except Superseded as error:
+                self.lost = error
+                return
+            except (StoreError, FileNotFoundError) as error:
+                if time.monotonic() - written_s > SILENT_S:
+                    log.warning("another start may take this run over: %s", error)
+                    written_s = time.monotonic()
+        with suppress(StoreError, FileNotFoundError):
+            self.refuse_lost(file)
+            self._write(None, file)
 
     def release(self) -> None:
-        """Remove the mark, unless another process has taken over."""
+        """Mark the run as ended, unless another process has taken over."""
         self._ended.set()
         if self._beating is not None:
             self._beating.join(RELEASE_S)

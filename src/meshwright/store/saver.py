@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from meshwright import compat
 from meshwright.parallel.groups.group import Group, broadcast_object
-from meshwright.spec.errors import CheckpointError, MeshwrightError
+from meshwright.spec.errors import CheckpointError, MeshwrightError, StoreError
 from meshwright.spec.weights.boxes import Box
 from meshwright.store import checkpoint
 from meshwright.store.checkpoint_files import ONE_PROCESS
@@ -251,14 +251,21 @@ class Saver:
         self._upload(step, path, is_missing=is_missing)
 
     def go_back(self, path: Path) -> None:
-        """Make a checkpoint the newest in the store, too, after the run has gone back to it. All ranks together.
+        """Make a checkpoint the newest, in the store too, after the run has gone back to it. All ranks together.
 
-        Waits until it is: what is killed later shall not be resumed from a course that was left.
+        It is uploaded even where the store has it: its COMMIT ends the course that was left, whose checkpoints go. This
+        waits for it, since what is killed later shall not be resumed from them. Raises StoreError.
         """
-        if (mirror := self.mirror) is not None:
-            is_missing = mirror.rank == 0 and not mirror.go_back(path)
-            self._upload(step_of(path), path, last=True, is_missing=is_missing)
-            mirror.wait()
+        self.newest = path
+        if (mirror := self.mirror) is None:
+            return
+        self._upload(step_of(path), path, last=True)
+        mirror.wait()
+        problem = str(mirror.error or "")
+        if mirror.writers > 1:
+            problem = broadcast_object(0, problem, self._process_group)
+        if problem:
+            raise StoreError(f"the run went back to {path.name}, and its store has later checkpoints: {problem}")
 
     def _end_uploads(self) -> None:
         """Upload the last checkpoint if it was left out, and wait until the store has it. All ranks together."""
@@ -308,7 +315,8 @@ class Saver:
     def _superseded(self) -> Superseded | None:
         if (mirror := self.mirror) is None:
             return None
-        return mirror.ownership.lost or (mirror.error if isinstance(mirror.error, Superseded) else None)
+        error = mirror.error
+        return mirror.ownership.lost or (error if isinstance(error, Superseded) else None)
 
     @property
     def busy(self) -> bool:
@@ -326,9 +334,9 @@ class Saver:
     def give_up(self) -> None:
         """Raise on every rank after some rank's save failed, with the reason where it is known."""
         self.wait()
-        if self._superseded is not None:
-            raise self._superseded
-        raise CheckpointError(f"a checkpoint in {self.folder} could not be saved by another rank: see what it says")
+        if (superseded := self._superseded) is not None:
+            raise superseded
+        raise CheckpointError(f"another rank could not save in {self.folder}, or lost the run: see what it says")
 
     def settle(self, limit_s: float | None = None) -> None:
         """Wait for the save in flight for at most `limit_s`. Its error is only logged: the caller raises another."""

@@ -127,18 +127,6 @@ class StoredRun:
         (folder / COMMIT).remove()
         folder.remove_all(sorted(names - {COMMIT}))
 
-    def has_copy(self, path: Path) -> bool:
-        """Return whether the store has a sound copy of a local checkpoint."""
-        commit = checkpoint_folder.read_commit(path)
-        same = (saved for saved in self.list_checkpoints() if saved.step == commit.step and not saved.problem)
-        return any(self.read_commit(saved.name) == commit for saved in same)
-
-    def remove_later(self, step: int, retained: Collection[str] = ()) -> None:
-        """Remove checkpoints of later steps but those that are named."""
-        for saved in self.list_checkpoints():
-            if saved.step > step and saved.name not in retained:
-                self.remove(saved.name)
-
     def prune(self, keep_last: int, *, step: int | None = None, uploading: str = "") -> list[str]:
         """Remove all but the newest `keep_last` whole checkpoints and the best. Damaged newer ones remain.
 
@@ -275,7 +263,7 @@ def _check_run(run: StoredRun, resume: str, folder: Path) -> str:
     return stored_id
 
 
-def claim_store(store: Store, resume: str, folder: Path) -> None:
+def write_run_id(store: Store, resume: str, folder: Path) -> None:
     """Give a run folder and its store the same id, a random one where they are new. Raises StoreError."""
     run, path = StoredRun(Location.open(store.url)), folder / RUN_ID
     stored_id = _check_run(run, resume, folder)

@@ -112,7 +112,7 @@ def check_stored_model(plan: Plan) -> None:
         return
     theirs, ours = (dict(dotted_keys(planfile.dump(each)["model"], "model.")) for each in (stored_plan, plan))
     keys = [key for key in ours | theirs if theirs.get(key) != ours.get(key) and key not in LABELS]
-    differences = ", ".join(f"{key}={theirs.get(key)} there and {ours.get(key)} here" for key in keys)
+    differences = ", ".join(f"{key}={theirs.get(key)} there and {ours.get(key)} here" for key in keys) or "see there"
     raise CheckpointError(
         f"{argument('store.url', plan.store.url)} holds a run of another model ({differences}): take the model of its "
         f"plan.yaml, or choose another {argument('store.url')}"
@@ -298,6 +298,8 @@ def own_store(job: Job) -> Iterator[None]:
     job.ownership = ownership = Ownership(Location.open(job.plan.store.url))
     try:
         job.rank_zero.run(ownership.claim)
+        # Who had it before may have saved while this process waited.
+        job.stored_step = job.rank_zero.run(lambda: check_resume(job.plan, job.resume))
         yield
     finally:
         ownership.release()

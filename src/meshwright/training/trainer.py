@@ -4,7 +4,6 @@ import logging
 import math
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -148,10 +147,10 @@ class Trainer:
         # Watchers come before the first step: a service that cannot be reached ends the run here.
         self._notify("started", self._describe_run())
         if self.plan.store.url:
-            from meshwright.store.stored_run import RUN_ID, claim_store
+            from meshwright.store.stored_run import RUN_ID, write_run_id
 
             # Only now: the folder of a run that was refused goes away, and its store would have no owner.
-            self.job.rank_zero.run(lambda: claim_store(self.plan.store, self.job.resume, self.folder.path))
+            self.job.rank_zero.run(lambda: write_run_id(self.plan.store, self.job.resume, self.folder.path))
             copy_to_machines(self.job, self.folder.path / RUN_ID)
         self.state.engine.train()
         # Signals reach ranks at different times, so all must agree on the step after which they stop.
@@ -360,19 +359,22 @@ class Trainer:
         checkpoints = self.job.rank_zero.broadcast(lambda: checkpoint_folder.list_checkpoints(folder))
         earlier = [folder / saved.name for saved in checkpoints[::-1] if saved.step < spike.begun]
         path, fetch = None, partial(replace_from_store, self.job)
+        why = "the one rollback is used up" if most == 1 else f"all {most} rollbacks are used up"
         if rollbacks <= most:
-            with suppress(CheckpointError, StoreError):  # all are damaged, on all ranks alike
+            why = "no checkpoint is from before it"
+            try:
                 path = checkpoint.find_newest_whole(earlier, begun=begun, fetch=fetch)
                 # The store may reach further back than a disk that was new at the start.
                 path = path or fetch(folder / f"step-{spike.begun - 1:06d}", None)
+            except (CheckpointError, StoreError) as error:  # on all ranks alike
+                why = str(error)
         if path is None:
             if spike.error is not None:
                 raise spike.error()
             self.state.spikes.accept()
-            used = f"{'the one rollback is' if most == 1 else f'all {most} rollbacks are'} used up"
-            why = "no checkpoint is from before it" if rollbacks <= most else used
-            kept = f". {earlier[0]} is from before it: copy it, since later saves remove it" if earlier else ""
-            self._warn(f"{spike.words}: {why}, and the run goes on (recipe.rollback_spikes){kept}")
+            is_left = bool(earlier) and rollbacks > most
+            left = f". {earlier[0]} is from before it: copy it, since later saves remove it" if is_left else ""
+            self._warn(f"{spike.words}: {why}, and the run goes on (recipe.rollback_spikes){left}")
             return False
         # A step under way on a GPU belongs to what is abandoned.
         self._pending.clear()
@@ -481,10 +483,10 @@ class Trainer:
             bits = progress.eval_loss / math.log(2) / validation.bytes_per_token
         stopped = SIGNALS.get(self._stop.agreed or "", "done")
         self._session.close(stopped)
-        if self.is_rank_zero and self.plan.store.url:
+        if self.is_rank_zero and self.job.ownership is not None:
             from meshwright.store.mirror import upload_last_records
 
-            upload_last_records(self.plan.store, self.folder.path)
+            upload_last_records(self.plan.store, self.job.ownership, self.folder.path)
         summary = Summary(
             step=progress.step,
             steps=self.plan.recipe.steps,

@@ -172,7 +172,10 @@ def exact_interval(save_s: float, mtbf_s: float) -> float:
     return x * mtbf_s
 
 
+TOLERANCE = 1e-3
+"""Relative error of an interval that is found by bisection."""
 TINY = 1e-6
+"""Shortest interval that is tried, over the mean time between failures."""
 NEGLIGIBLE = 1e-3
 """Share of the time that rarer saves may cost. To gain less, more bytes are not written: often ten times as many."""
 
@@ -190,7 +193,7 @@ def rare_interval(save_s: float, mtbf_s: float) -> float:
     high_s, most_s = max(low_s, HOUR_S), (1 + NEGLIGIBLE) * takes_s(low_s)
     if takes_s(high_s) <= most_s:
         return high_s
-    while high_s > (1 + NEGLIGIBLE) * low_s:
+    while high_s > (1 + TOLERANCE) * low_s:
         middle_s = (low_s + high_s) / 2
         low_s, high_s = (middle_s, high_s) if takes_s(middle_s) <= most_s else (low_s, middle_s)
     return low_s

@@ -63,7 +63,7 @@ class Interrupt:
 
 
 class StopAgreement:
-    """Agreement of ranks to stop after the same step, whichever of them got a signal or failed to save.
+    """Agreement of ranks to stop after the same step, whichever of them got a signal, failed to save, or lost the run.
 
     Ranks exchange flags with every step (`announce`) and receive them with the step's numbers (`receive`), so that no
     rank waits. While no step is under way they ask at once.
@@ -76,7 +76,7 @@ class StopAgreement:
         self._received = [0.0] * (1 + len(SIGNALS))
 
     def announce(self) -> Tensor:
-        """Return fp32 flags over all ranks: 1.0 if any failed to save, and for each of SIGNALS if any got it."""
+        """Return fp32 flags over all ranks: 1.0 if any must end now (`Saver.failed`), and for each signal if any got it."""
         flags = (bool(self.saver.failed()), *(self.stop.requested == signal for signal in SIGNALS))
         tensors = [torch.full((), float(flag), device=self.device) for flag in flags]
         return self.world.all_reduce(torch.stack(tensors), "max")
@@ -88,7 +88,7 @@ class StopAgreement:
     def reached(self, *, under_way: bool) -> bool:
         """Return whether all ranks end now. `under_way`: a step has begun whose numbers were not read.
 
-        Raises CheckpointError on all ranks when one could not write.
+        Raises CheckpointError or StoreError on all ranks when one could not write, or lost the run.
         """
         asked, failed = self.stop.requested, bool(self.saver.failed())
         if self.world.size > 1:

@@ -104,7 +104,8 @@ def runs(where: str | Path = "runs", *, verify: bool = False, prune: int | None 
     where = str(where)
     checkpoints, removed, gone = list[ListedCheckpoint](), list[str](), list[str]()
     names = _stored_names(where) if is_url(where) else _local_names(where)
-    if prune is not None and names and names not in ([where], [where.rstrip("/")]):
+    itself = Location.open(where).url if is_url(where) else where
+    if prune is not None and names and names != [itself]:
         # Whoever names a bucket may not know how many runs it has, and nothing brings a checkpoint back.
         more = f" and {len(names) - _NAMED_RUNS} more" if len(names) > _NAMED_RUNS else ""
         remedy = f"{where} is above {many(len(names), 'run')}, so name one: {', '.join(names[:_NAMED_RUNS])}{more}"
