@@ -191,7 +191,7 @@ def test_a_rollback_that_the_store_does_not_learn_of_ends_the_run(
     with monkeypatch.context() as patch:
         patch.setattr(Saver, "go_back", fail)
         with pytest.raises(
-            StoreError, match="went back to step-000024, and its store has later checkpoints: .*allowed"
+            StoreError, match=r"went back to step-000024, and its store has later checkpoints: .*allowed"
         ):
             loop.run(broken)
     faulty.share, faulty.statuses = 0.0, object_store.TRANSIENT
