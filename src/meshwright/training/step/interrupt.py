@@ -76,7 +76,7 @@ class StopAgreement:
         self._received = [0.0] * (1 + len(SIGNALS))
 
     def announce(self) -> Tensor:
-        """Return fp32 flags over all ranks: 1.0 if any must end (`Saver.failed`), and for each signal, if any got it."""
+        """Return fp32 flags over all ranks: 1.0 if any must end (`Saver.failed`), and for each signal if any got it."""
         flags = (bool(self.saver.failed()), *(self.stop.requested == signal for signal in SIGNALS))
         tensors = [torch.full((), float(flag), device=self.device) for flag in flags]
         return self.world.all_reduce(torch.stack(tensors), "max")
