@@ -333,7 +333,7 @@ class RunTiming:
             why = why if self.interval_s > step_s else "a step takes longer than the best interval"
         else:
             less = "a failure would cost more than an hour" if rare_s == HOUR_S else "more work would be lost"
-            why = f"less often {less}, more often would gain about {NEGLIGIBLE:.1%} of the time at most"
+            why = f"less often, {less}, and more often gains at most about {NEGLIGIBLE:.1%} of the time"
         return (
             f"Save every {many(every, 'step')} (recipe.checkpoint_every={every}, {duration(every * step_s)}): {why}; "
             f"a save stops training for {duration(self.save_s)}, and a failure comes every {duration(self.mtbf_s)} "
