@@ -464,7 +464,7 @@ class TakenOver(running.Notes):
 
     def stepped(self, metrics: Any) -> None:
         self.seen = metrics.step
-        if metrics.step == 6:
+        if metrics.step >= 6:  # as beats do: one of this process may come between
             while self.every and _newest(self.url) < 4:
                 time.sleep(0.05)
             other = {**asdict(HERE), "host": "node7", "namespace": "another machine"}

@@ -77,7 +77,7 @@ QUICK = {
     "doctor --help": Loads(("doctor", "--help"), 13, (*FACES, "planner", "planfile", "data", *ENGINE)),
 }
 LONG = {
-    "train": Loads(("train", *TINY, "data=texts", "run=runs/a"), 208, ("serving", "stacks", "compress"), most_run=150),
+    "train": Loads(("train", *TINY, "data=texts", "run=runs/a"), 208, ("serving", "stacks", "compress"), most_run=151),
     "dryrun": Loads(("dryrun", *TINY), 195, ("serving", "stacks", "compress", "planner.serving")),
     "generate": Loads(
         ("generate", "runs/a", "--prompt", "the", "--max-new-tokens", "2"),

@@ -56,7 +56,10 @@ def test_help_names_every_scheme_and_nothing_of_the_source(capsys: Capture) -> N
     ("words", "message"),
     [
         (["plann"], "No such command 'plann'. Did you mean 'plan'? See meshwright --help"),
-        (["plan", "--detail"], "No such option: --detail. Did you mean --details? See meshwright plan --help"),
+        (
+            ["plan", "--detail"],
+            "No such option: --detail. Did you mean --details, --repair? See meshwright plan --help",
+        ),
         (
             ["tune", "--learning_rate", "2e-5"],
             'TRL\'s flags go in one pair of quotes: --from-trl "--learning_rate ...": see meshwright tune --help',

@@ -97,6 +97,12 @@ class Mirror:
         """Step of the checkpoint on its way, which must not be removed. None = none."""
         return None if self._upload is None or self._upload.done() else self._step
 
+    @property
+    def superseded(self) -> Superseded | None:
+        """Why the run ends, once another process has taken it over."""
+        error = self.error
+        return self.ownership.lost or (error if isinstance(error, Superseded) else None)
+
     def choose(self, step: int, *, last: bool) -> str:
         """Return the name under which rank 0 uploads a checkpoint. Empty = it stays local.
 

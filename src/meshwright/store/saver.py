@@ -34,7 +34,6 @@ from meshwright.spec.weights.boxes import Box
 from meshwright.store import checkpoint
 from meshwright.store.checkpoint_files import ONE_PROCESS
 from meshwright.store.checkpoint_folder import step_of
-from meshwright.store.owner import Superseded
 
 if TYPE_CHECKING:
     from meshwright.store.folder_ranks import FolderRanks
@@ -302,7 +301,7 @@ class Saver:
 
         Reports a save that succeeded to `saved`.
         """
-        if self._superseded is not None:
+        if self.mirror is not None and self.mirror.superseded is not None:
             return True
         if self._flight is None or self.busy:
             return False
@@ -310,13 +309,6 @@ class Saver:
             return True
         self._join()
         return False
-
-    @property
-    def _superseded(self) -> Superseded | None:
-        if (mirror := self.mirror) is None:
-            return None
-        error = mirror.error
-        return mirror.ownership.lost or (error if isinstance(error, Superseded) else None)
 
     @property
     def busy(self) -> bool:
@@ -334,7 +326,7 @@ class Saver:
     def give_up(self) -> None:
         """Raise on every rank after some rank's save failed, with the reason where it is known."""
         self.wait()
-        if (superseded := self._superseded) is not None:
+        if self.mirror is not None and (superseded := self.mirror.superseded) is not None:
             raise superseded
         raise CheckpointError(f"another rank could not save in {self.folder}, or lost the run: see what it says")
 

@@ -213,7 +213,7 @@ class Job:
     sharing: "FolderRanks | None"
     """The ranks that see this rank's run folder. None = all see one."""
     ownership: "Ownership | None" = None
-    """That of the run behind the plan's store, claimed on rank 0. None = the plan has no store."""
+    """Ownership of the run behind the plan's store, claimed on rank 0. None = the plan has no store."""
     fetched: Path | None = None
     """Checkpoint that was brought from the plan's store, to each machine. None = none was needed."""
 

@@ -203,7 +203,10 @@ def test_without_a_batch_a_step_has_about_four_million_tokens(capsys: pytest.Cap
     ("cluster", "command"),
     [
         ("h100x8", "torchrun --nproc_per_node 8 -m"),
-        ("h100x4 --nodes 2", "torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d --rdzv_endpoint HOST:29400"),
+        (
+            "h100x4 --nodes 2",
+            "torchrun --nnodes 2 --nproc_per_node 4 --max_restarts 3 --rdzv_backend c10d --rdzv_endpoint",
+        ),
         ("h100x16", "torchrun --nproc_per_node 16 -m"),
         ("h100", "Command: meshwright train"),
     ],
