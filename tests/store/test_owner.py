@@ -23,7 +23,7 @@ ELSEWHERE = replace(HERE, host="node7", namespace="another machine")
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Location]:
-    times = {"BEAT_S": 0.05, "RETRY_S": 0.02, "SILENT_S": 0.6, "POLL_S": 0.02, "SETTLE_S": 0.05, "RELEASE_S": 0.5}
+    times = {"BEAT_S": 0.05, "RETRY_S": 0.02, "SILENT_S": 2.0, "POLL_S": 0.02, "SETTLE_S": 0.05, "RELEASE_S": 9.0}
     for name, seconds in times.items():
         monkeypatch.setattr(owner, name, seconds)
     location = Location.open(f"memory://{request.node.name}/{time.time_ns()}")
@@ -53,14 +53,14 @@ def test_a_silent_owner_elsewhere_is_waited_for_and_taken_for_dead(
     run: Location, caplog: pytest.LogCaptureFixture
 ) -> None:
     mark(run, ELSEWHERE)
-    assert 0.6 <= seconds_of_refusal(run) < 3
-    assert "was last trained on node7" in caplog.text and "Waiting 1 s" in caplog.text
+    assert seconds_of_refusal(run) >= 2.0
+    assert "was last trained on node7" in caplog.text and "Waiting 2 s" in caplog.text
 
 
 def test_an_owner_that_ends_meanwhile_is_waited_for_no_longer(run: Location) -> None:
     mark(run, ELSEWHERE)
     threading.Timer(0.1, (run / OWNER).remove).start()
-    assert 0.05 <= seconds_of_refusal(run) < 0.55
+    assert 0.05 <= seconds_of_refusal(run) < 1.9
 
 
 def test_nobody_waits_for_oneself_nor_after_a_process_of_this_machine_that_is_gone(run: Location) -> None:
@@ -72,13 +72,13 @@ def test_nobody_waits_for_oneself_nor_after_a_process_of_this_machine_that_is_go
     while not child.is_gone:
         time.sleep(0.01)
     mark(run, child)
-    assert seconds_of_refusal(run) < 0.3
+    assert seconds_of_refusal(run) < 1.9
     process.communicate()
-    assert child.is_gone and seconds_of_refusal(run) < 0.3
+    assert child.is_gone and seconds_of_refusal(run) < 1.9
     # Its number belongs to another process by now.
     assert replace(HERE, started="1").is_gone
     mark(run, HERE)
-    assert seconds_of_refusal(run) < 0.3
+    assert seconds_of_refusal(run) < 1.9
 
 
 NO_NUMBER = b'{"process": {"host": "", "namespace": "", "number": "x", "started": ""}}'
@@ -87,7 +87,7 @@ NO_NUMBER = b'{"process": {"host": "", "namespace": "", "number": "x", "started"
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"process": {"host": 1}}', b"\xff", b"[" * 9999, NO_NUMBER])
 def test_a_mark_that_says_nothing_stops_nobody(run: Location, content: bytes) -> None:
     (run / OWNER).write(content)
-    assert seconds_of_refusal(run) < 0.3
+    assert seconds_of_refusal(run) < 1.9
     Ownership(run, HERE).refuse_lost()
 
 
@@ -95,8 +95,10 @@ def test_who_lost_the_run_neither_beats_nor_removes_the_mark(run: Location) -> N
     first = Ownership(run, HERE)
     first.claim()
     first.refuse_lost()
-    mark(run, ELSEWHERE)
-    time.sleep(0.3)
+    ends_s = time.monotonic() + 20
+    while first.lost is None and time.monotonic() < ends_s:
+        mark(run, ELSEWHERE)  # a beat of the first may come between
+        time.sleep(0.05)
     assert first.lost is not None
     with pytest.raises(Superseded, match=r"has been taken over by node7 \(process \d+\)"):
         first.refuse_lost()
@@ -112,7 +114,7 @@ def test_who_wakes_after_the_follower_has_ended_is_no_owner(run: Location) -> No
     with pytest.raises(Superseded, match="taken over by node7"):
         first.refuse_lost()
     # A new start waits for nobody.
-    assert seconds_of_refusal(run) < 0.3
+    assert seconds_of_refusal(run) < 1.9
 
 
 def test_what_interrupts_a_claim_leaves_no_living_mark(run: Location, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +126,7 @@ def test_what_interrupts_a_claim_leaves_no_living_mark(run: Location, monkeypatc
         patch.setattr(owner.time, "sleep", interrupt)
         mine.claim()
     mine.release()
-    assert seconds_of_refusal(run) < 0.3
+    assert seconds_of_refusal(run) < 1.9
 
 
 def test_a_mark_beats_through_failing_requests_and_goes_with_its_process(
@@ -144,16 +146,17 @@ def test_a_mark_beats_through_failing_requests_and_goes_with_its_process(
     for _ in range(20):
         time.sleep(0.1)
         beats.append(json.loads((run / OWNER).read())["beat"])
-    assert beats == sorted(beats) and beats[-1] >= 8
+    assert beats == sorted(beats) and beats[-1] >= 3
+    monkeypatch.undo()
     mine.release()
-    time.sleep(0.2)
     assert json.loads((run / OWNER).read())["beat"] is None
 
 
-def test_two_that_start_at_the_same_moment_do_not_both_train(run: Location) -> None:
-    threading.Timer(0.02, lambda: mark(run, ELSEWHERE)).start()
-    with pytest.raises(StoreError, match="was started by another process at the same moment"):
-        Ownership(run, HERE).claim()
+def test_two_that_start_at_the_same_moment_do_not_both_train(run: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(owner.time, "sleep", lambda seconds: mark(run, ELSEWHERE))
+        with pytest.raises(StoreError, match="was started by another process at the same moment"):
+            Ownership(run, HERE).claim()
 
 
 def test_a_store_that_cannot_be_written_is_an_error_at_the_start(
