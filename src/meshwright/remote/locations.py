@@ -199,7 +199,7 @@ class Location:
             self._request("write", lambda: self.filesystem.pipe_file(self.path, data))
             return
         fresh = self.local.with_name(f".{self.name}.{os.getpid()}")
-        with reporting(self.url, "write"):  # a full disk is told in one line
+        with reporting(self.url, "write"):  # a full disk is reported in one line
             self.local.parent.mkdir(parents=True, exist_ok=True)
             fresh.write_bytes(data)
             fresh.replace(self.local)

@@ -63,7 +63,7 @@ class Mirror:
 
     Args:
         store: Its URL, limits and retention.
-        ownership: That of this process, claimed on rank 0.
+        ownership: Ownership of the run by this process, claimed on rank 0.
         writers: Number of ranks, which share the bandwidth.
         waiting: Called every second while a caller waits, for a watchdog.
     """
@@ -72,8 +72,7 @@ class Mirror:
         self, store: Store, ownership: Ownership, *, rank: int, writers: int,
         waiting: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self.ownership, self._run = ownership, StoredRun(ownership.run)
-        self.rank, self.writers, self.waiting = rank, writers, waiting
+        self.ownership, self.rank, self.writers, self.waiting = ownership, rank, writers, waiting
         self.error: StoreError | None = None
         """Why the last upload failed. The next one that succeeds clears it."""
         self.committed: int | None = None
@@ -84,7 +83,8 @@ class Mirror:
             "store": {"url": store.url, "keep_last": store.keep_last, "bandwidth": store.bandwidth / writers},
             "process": asdict(self.ownership.process), "rank": rank, "writers": writers,
         }  # fmt: skip
-        self._is_limited, self._step = bool(store.bandwidth), 0
+        self._is_limited = bool(store.bandwidth)
+        self._step = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="uploads")
         self._upload: Future[None] | None = None
         self._process: subprocess.Popen[str] | None = None
@@ -112,10 +112,10 @@ class Mirror:
         if last:
             self.wait()
         elif (under_way := self.step) is not None:
-            raised = ", or raise store.bandwidth" if self._is_limited else ""
+            other_remedy = ", or raise store.bandwidth" if self._is_limited else ""
             log.warning(
                 "step %d is not uploaded: the upload of step %d is under way. Save less often "
-                "(recipe.checkpoint_every)%s", step, under_way, raised,
+                "(recipe.checkpoint_every)%s", step, under_way, other_remedy,
             )  # fmt: skip
             self.skipped_step = step
             return ""
@@ -321,6 +321,6 @@ def upload_last_records(store: Store, ownership: Ownership, folder: Path) -> Non
     """Upload what a run has written after its last checkpoint. A failure is logged: the checkpoint is there."""
     try:
         ownership.refuse_lost()
-        Uploader(store, 0, 1, ownership.process).upload_records(folder)
+        Uploader(store, rank=0, writers=1, process=ownership.process).upload_records(folder)
     except StoreError as error:
         log.warning("the last records of the run are not in the store: %s", error)

@@ -52,7 +52,7 @@ class Process:
     @classmethod
     def find(cls, number: int) -> "Process":
         """Describe a process of this machine, or what is known of one that is gone."""
-        # Here: the upload process, which is told who it works for, does without torch.
+        # Imported here: the upload process imports this module, and would load torch.
         from meshwright.parallel.health.heartbeat import namespace_id
 
         started = ""

@@ -294,12 +294,13 @@ def own_store(job: Job) -> Iterator[None]:
         return
     from meshwright.remote.locations import Location
     from meshwright.store.owner import Ownership
+    from meshwright.store.stored_run import check_store
 
     job.ownership = ownership = Ownership(Location.open(job.plan.store.url))
     try:
         job.rank_zero.run(ownership.claim)
-        # Who had it before may have saved while this process waited.
-        job.stored_step = job.rank_zero.run(lambda: check_resume(job.plan, job.resume))
+        # The owner before may have saved while this process waited.
+        job.stored_step = job.rank_zero.run(lambda: check_store(job.plan.store, job.resume, Path(job.plan.run)))
         yield
     finally:
         ownership.release()

@@ -149,7 +149,7 @@ class Trainer:
         if self.plan.store.url:
             from meshwright.store.stored_run import RUN_ID, write_run_id
 
-            # Only now: the folder of a run that was refused goes away, and its store would have no owner.
+            # Only now: the folder of a run that was refused goes away: its store would belong to no run.
             self.job.rank_zero.run(lambda: write_run_id(self.plan.store, self.job.resume, self.folder.path))
             copy_to_machines(self.job, self.folder.path / RUN_ID)
         self.state.engine.train()

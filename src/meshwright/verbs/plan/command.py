@@ -337,7 +337,10 @@ def _command(best: "Plan", file: Path) -> Iterator[str]:
         command, where = f"torchrun --nproc_per_node {cluster.devices_per_node} -m meshwright {words}", ""
     else:
         where = f", on each of the {cluster.nodes} nodes, HOST being one of them"
-        shared = " run=SHARED_FOLDER resume=auto" if is_open(best.run) else " resume=auto"
+        shared = " resume=auto"
+        if is_open(best.run):
+            where += " and SHARED_FOLDER a new folder that all see"
+            shared = f" run=SHARED_FOLDER{shared}"
         command = (
             f"torchrun --nnodes {cluster.nodes} --nproc_per_node {cluster.devices_per_node} --max_restarts 3 "
             f"--rdzv_backend c10d --rdzv_endpoint HOST:29400 --rdzv_id {shlex.quote(file.stem)} -m meshwright "

@@ -18,6 +18,7 @@ from meshwright.store.run_folder import RunLock
 from meshwright.store.stored_run import CHECKPOINTS, StoredRun
 
 _NAMED_RUNS = 5
+"""Most runs that a refusal names."""
 HEAD = ("step", "held-out loss", "size", "state")
 
 
@@ -96,7 +97,7 @@ def runs(where: str | Path = "runs", *, verify: bool = False, prune: int | None 
             above. None = remove nothing.
 
     Raises:
-        RunError: There is no such folder, or a run to be pruned is training now.
+        RunError: There is no such folder, or a run on disk that is to be pruned is training now.
         StoreError: The store cannot be reached, read or changed.
     """
     if prune is not None and prune < 1:
