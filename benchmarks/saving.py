@@ -5,6 +5,7 @@
 A model with its optimizer (fp32: weights and two moments, 12 bytes a parameter) is trained on short random sequences by
 real Gloo processes of one thread each (ZeRO-1 from two on), and saved again and again, four steps apart. `blocked` is
 what the step loop waited for one save: the first, which takes the memory for the copy, and the median of the others.
+`cpu` is the processor time of that wait in the thread that steps, which other processes on the machine do not change.
 `step` is the median step, while no save is under way and while one is. Writing is hashed and on disk (fsync) before a
 checkpoint counts, either way. `--store` adds asynchronous saves that are uploaded to an object store on this machine
 (needs the extra `drill`): uploads and server take processor time, and must not make a step wait for a save.
@@ -50,6 +51,7 @@ class Times:
     """Seconds, on one rank."""
 
     blocked: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
     quiet: list[float] = field(default_factory=list)
     beside: list[float] = field(default_factory=list)
 
@@ -81,8 +83,9 @@ def on_rank(model: str, ranks: int, saves: int, way: str, folder: str, environme
             if number:
                 (times.beside if under_way else times.quiet).append(time.perf_counter() - started)
             if number % STEPS_BETWEEN == STEPS_BETWEEN - 1 and len(times.blocked) < saves:
-                before = saver.blocked_s
+                before, processor = saver.blocked_s, time.thread_time()
                 saver.save(number + 1, state.tensors(), {"step": number + 1}, None)
+                times.processor.append(time.thread_time() - processor)
                 times.blocked.append(saver.blocked_s - before)
     return times
 
@@ -101,12 +104,14 @@ def case(model: str, ranks: int, saves: int, way: str) -> dict[str, Any]:
         written = max(folder.glob("step-*"))
         size_bytes = sum(path.stat().st_size for path in written.iterdir())
     blocked = [max(save) for save in zip(*(rank.blocked for rank in times), strict=True)]
+    processor = [max(save) for save in zip(*(rank.processor for rank in times), strict=True)]
     return {
         "ranks": ranks,
         "way": way,
         "checkpoint_bytes": size_bytes,
         "first_blocked_seconds": blocked[0],
         "blocked_seconds": statistics.median(blocked[1:] or blocked),
+        "blocked_cpu_seconds": statistics.median(processor[1:] or processor),
         "step_seconds": statistics.median(times[0].quiet),
         "step_beside_seconds": statistics.median(times[0].beside) if times[0].beside else None,
     }
@@ -134,12 +139,13 @@ def main() -> None:
     if options.json:
         print(json.dumps(result, indent=1))
         return
-    print(f"{'ranks':>5}  {'way':<6}{'MB':>7}{'first s':>9}{'blocked s':>11}{'step s':>8}{'beside s':>10}")
+    print(f"{'ranks':>5}  {'way':<6}{'MB':>7}{'first s':>9}{'blocked s':>11}{'cpu s':>8}{'step s':>8}{'beside s':>10}")
     for row in result["rows"]:
         beside = "" if row["step_beside_seconds"] is None else f"{row['step_beside_seconds']:.2f}"
         print(
             f"{row['ranks']:>5}  {row['way']:<6}{row['checkpoint_bytes'] / 1e6:>7.0f}"
-            f"{row['first_blocked_seconds']:>9.2f}{row['blocked_seconds']:>11.2f}{row['step_seconds']:>8.2f}{beside:>10}"
+            f"{row['first_blocked_seconds']:>9.2f}{row['blocked_seconds']:>11.2f}"
+            f"{row['blocked_cpu_seconds']:>8.3f}{row['step_seconds']:>8.2f}{beside:>10}"
         )
 
 

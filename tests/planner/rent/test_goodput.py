@@ -3,6 +3,7 @@
 from math import exp
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,12 +15,12 @@ from meshwright.planner.rent.goodput import (
     Saves,
     asked_conditions,
     best_interval,
-    erlang_b,
     expected_wall_s,
     rare_interval,
     saves_of,
     simulate,
     time_run,
+    waits,
 )
 from tests.planner.rent.intervals import daly, young
 
@@ -104,11 +105,34 @@ def test_published_rates() -> None:
     assert OPT.mtbf_device_hours < BLOOM.mtbf_device_hours < LLAMA_3.mtbf_device_hours
 
 
-def test_erlangs_loss_formula() -> None:
-    """Values of the usual tables: 10 places and a load of 5 lose 1.84 %; 1 place loses load / (1 + load)."""
-    assert erlang_b(10, 5.0) == pytest.approx(0.0184, abs=5e-5)
-    assert erlang_b(1, 0.5) == pytest.approx(1 / 3)
-    assert erlang_b(3, 0.0) == 0.0
+def test_waits_of_a_long_run_are_erlangs_loss_formula() -> None:
+    """Values of the usual tables: 10 places lose 1.84 % of a load of 5; 1 place loses load / (1 + load)."""
+    for places, load, lost in ((10, 5.0, 0.0184), (1, 0.5, 1 / 3)):
+        waited = waits(places - 1, load, 1e5) / 1e5
+        assert waited / (1 + waited) == pytest.approx(lost, abs=1e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(spares=st.integers(0, 20), load=st.floats(0.01, 40), repairs=st.floats(0.02, 30))
+def test_waits_of_any_run_are_those_of_the_markov_chain(spares: int, load: float, repairs: float) -> None:
+    """The exponential of the chain's matrix, with one state more that counts the time in the last."""
+    chain = torch.zeros(spares + 2, spares + 2, dtype=torch.float64)
+    for number in range(spares + 1):
+        for other, rate in ((number + 1, load), (number - 1, float(number))):
+            if 0 <= other <= spares:
+                chain[number, other] += rate
+                chain[number, number] -= rate
+    chain[spares, spares + 1] = 1.0
+    waited = load / (spares + 1) * torch.matrix_exp(chain * repairs)[0, spares + 1].item()
+    assert waits(spares, load, repairs) == pytest.approx(waited, rel=0.03, abs=0.01 * repairs)
+
+
+@pytest.mark.parametrize("hours", [3, 15, 48])
+def test_short_runs_begin_with_all_nodes_whole(hours: int) -> None:
+    """Nodes come back after a day, so a run of hours has used few of its spares: Erlang's formula alone gave 30 %."""
+    conditions = Conditions(mtbf_device_hours=1000.0, spares=32)
+    timing = time_run(hours * 3600.0, 5.0, 2048, 256, saves_of(1e8, 1e11, 256, 50e9, conditions), conditions)
+    assert simulate(timing, seed=3, runs=100).goodput == pytest.approx(timing.goodput, abs=0.03)
 
 
 CASES = [

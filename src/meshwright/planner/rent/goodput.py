@@ -15,9 +15,11 @@ A failure rate is unexpected interruptions per device-hour. Llama 3's is the def
 only one that lists the causes.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from heapq import heappop, heappush
-from math import exp, expm1, floor, inf, sqrt
+from math import exp, expm1, factorial, floor, inf, log, sqrt
 from random import Random
 from statistics import fmean
 from typing import Any
@@ -129,14 +131,40 @@ def saves_of(
     return Saves(total_bytes=total_bytes, stall_s=stall_s, write_s=write_s)
 
 
-def erlang_b(places: int, load: float) -> float:
-    """Return the share of the time in which all places are taken under a mean load (A. K. Erlang 1917)."""
-    share = 1.0
-    for number in range(1, places + 1):
-        share = load * share / (number + load * share)
-    return share
+def waits(spares: int, load: float, repairs: float) -> float:
+    """Return the mean wait for missing nodes of a run without failures at its start. Times are in repair times.
+
+    `repairs`: time of the run without these waits. `load`: mean number of nodes that fail in a repair time. A failure
+    without a spare waits for the first of spares + 1 nodes under repair, and no node fails meanwhile. So in time
+    without waits, the number under repair is that of Erlang's loss system with a place per spare. The time in which
+    all places are taken has a Laplace transform in closed form, inverted at `repairs` (H. Stehfest, Numerical inversion
+    of Laplace transforms, Communications of the ACM 13, 1970).
+    """
+    full = 0.0
+    for number, weight in enumerate(STEHFEST, 1):
+        rate = number * log(2) / repairs
+        passage, reached = 0.0, 1.0  # transforms of the times from one place less to this number, and from none
+        for taken in range(spares):
+            passage = load / (load + rate + taken * (1 - passage))
+            reached *= passage
+        full += weight * reached / (rate + spares * (1 - passage)) / number
+    return load / (spares + 1) * max(0.0, full)
 
 
+def _stehfest(number: int) -> Iterator[float]:
+    """Yield the weights of an even number of points."""
+    half = number // 2
+    for n in range(1, number + 1):
+        yield (-1) ** (half + n) * sum(
+            Fraction(k**half * factorial(2 * k), factorial(half - k) * factorial(k) * factorial(k - 1))
+            / (factorial(n - k) * factorial(2 * k - n))
+            for k in range((n + 1) // 2, min(n, half) + 1)
+        )  # fmt: skip
+
+
+STEHFEST = tuple(map(float, _stehfest(14)))
+NEVER = 1000
+"""Time with failures over time without, from which a run is taken never to end."""
 MOST_SPARES = 64
 MOST_SHARE = 8
 """Nodes per spare node, at least. One spare is always allowed."""
@@ -241,16 +269,6 @@ class RunTiming:
     spares: int
 
     @property
-    def waiting(self) -> float:
-        """Share of the time in which a node is missing: more are under repair than there are spares.
-
-        Nodes fail while all run, and are repaired side by side: Erlang's loss formula with spares + 1 places (A. K.
-        Erlang 1917).
-        """
-        mean_lost_nodes = self.hardware * self.repair_s / self.mtbf_s
-        return erlang_b(self.spares + 1, mean_lost_nodes)
-
-    @property
     def running_s(self) -> float:
         """Mean time without waits for nodes. Each failure also loses the time of writing a checkpoint."""
         # A failure while a checkpoint is written loses it, so that time is done again.
@@ -258,15 +276,28 @@ class RunTiming:
         return expected_wall_s(self.work_s, self.interval_s, self.save_s, again_s, self.mtbf_s)
 
     @property
+    def is_endless(self) -> bool:
+        """True if failures leave the run no progress: it takes NEVER times as long as without them."""
+        return self.running_s > NEVER * self.work_s
+
+    @property
     def failures(self) -> float:
         """Mean number of failures."""
         return self.running_s / self.mtbf_s
 
     @property
+    def waiting_s(self) -> float:
+        """Mean time in which a node is missing: more are under repair than there are spares."""
+        running_s = self.running_s
+        if not self.hardware or not self.repair_s or running_s == inf:
+            return 0.0
+        load = self.hardware * self.repair_s / self.mtbf_s
+        return self.repair_s * waits(self.spares, load, running_s / self.repair_s)
+
+    @property
     def wall_s(self) -> float:
         """Mean time from start to end."""
-        # Nodes fail only while all run, so waits stretch the running time.
-        return self.start_s + self.running_s / (1 - self.waiting)
+        return self.start_s + self.running_s + self.waiting_s
 
     @property
     def goodput(self) -> float:

@@ -151,7 +151,12 @@ class _Sweep:
         if too_large:
             best, too_large = fastest(estimator, plan, {}, below_s)
         if best is not None:
-            self.swept.runs.append(rent_run(offer, best, self.request.tokens, self.request.conditions))
+            run = rent_run(offer, best, self.request.tokens, self.request.conditions)
+            # The search bounds the steps alone. Failures may stretch them beyond the limit, or leave no progress.
+            if run.wall_s > self.request.longest_s:
+                self.swept.too_long += 1
+            else:
+                self.swept.runs.append(run)
         elif too_large:
             self.swept.unfit.append(f"{offer.name} x {offer.nodes}")
         else:

@@ -47,10 +47,6 @@ if TYPE_CHECKING:
     from meshwright.stacks.declaration.software import TrainingSoftware
 
 
-ENDLESS = 1000
-"""Time with failures over time without, from which a run is taken never to end."""
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PlanAnswer(Answer):
     """The layouts that fit, the recommended one first, and the reasons."""
@@ -304,7 +300,7 @@ def plan(
         ranking=ranking, estimator=estimator, fixed=fixed, tokens=budget, price=price, software=software,
         conditions=conditions,
     )  # fmt: skip
-    if answer.timing is not None and answer.timing.running_s > ENDLESS * answer.timing.work_s:
+    if answer.timing is not None and answer.timing.is_endless:
         rule = f"lets no run end: a failure of the cluster comes every {answer.timing.mtbf_s:.2g} s"
         raise ArgumentError("mtbf", mtbf, rule, "give that of one device, not of the cluster")
     return answer

@@ -13,7 +13,7 @@ from meshwright.interface.planning.plan_request import requested_plan
 from meshwright.planner.explain import words_of
 from meshwright.planner.rent import prices as price_tables
 from meshwright.planner.rent.clusters import NODES, lacks, left_out
-from meshwright.planner.rent.goodput import MOST_NODES, asked_conditions
+from meshwright.planner.rent.goodput import LLAMA_3, MOST_NODES, asked_conditions
 from meshwright.planner.rent.prices import Prices
 from meshwright.planner.rent.run_on import RentedRun, days, plain, three
 from meshwright.planner.rent.served_on import RentedServing, SweptServing, sweep_serving
@@ -306,9 +306,11 @@ def _no_run(asked: RentRequest, swept: Swept) -> DoesNotFit:
     # With no run at all, each cluster either lacks memory or takes too long.
     slow, unfit = swept.clusters - len(swept.unfit), len(swept.unfit)
     if slow and not unfit:
+        hours = asked.conditions.mtbf_device_hours
+        often = f", or give {argument('mtbf')} of one device, not of the cluster" if hours < LLAMA_3.mtbf_device_hours else ""
         return DoesNotFit(
             f"{name} on {count(asked.tokens)} tokens takes longer than {years} on each of {slow} clusters: take fewer "
-            "tokens, more nodes, or a later deadline"
+            f"tokens, more nodes, or a later deadline{often}"
         )
     also = f", and takes longer than {years} on the other {slow}" if slow else ""
     return DoesNotFit(

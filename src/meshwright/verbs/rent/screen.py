@@ -19,6 +19,8 @@ Row = TypeVar("Row", RentedRun, RentedServing)
 
 FEW = 0.01
 """Failures, and a probability, below which no figure is printed."""
+SURE = 0.9
+"""Probability to keep a limit below which a run that keeps it more likely is named as well."""
 LIMITS = 2
 """Number of scaling limits named in a row."""
 TWO = 0.1
@@ -61,16 +63,28 @@ def verdicts(answer: RentAnswer) -> Iterator[str]:
         nearest = min(answer.front, key=lambda run: run.wall_s)
         yield f"NONE{asked}: the fastest takes {nearest.days} ({nearest.title})."
     else:
-        chance = f", in time with {probability(best.ends_within(limit_s), FEW)}" if asked else ""
-        yield f"CHEAPEST{asked}: {_run(best)}{chance}."
+        yield from _verdict(f"CHEAPEST{asked}", best, "time", answer.front, lambda run: run.ends_within(limit_s))
     asked = f" within ${budget:,.0f}" if budget < float("inf") else ""
     best = answer.fastest
     if best is None:
         nearest = answer.front[0]
         yield f"NONE{asked}: the cheapest costs {nearest.dollars} ({nearest.title})."
     else:
-        chance = f", in budget with {probability(best.costs_at_most(budget), FEW)}" if asked else ""
-        yield f"FASTEST{asked}: {_run(best)}{chance}."
+        ranked = answer.front[::-1]
+        yield from _verdict(f"FASTEST{asked}", best, "budget", ranked, lambda run: run.costs_at_most(budget))
+
+
+def _verdict(
+    head: str, best: RentedRun, limit: str, ranked: Sequence[RentedRun], chance: Callable[[RentedRun], float]
+) -> Iterator[str]:
+    """Yield the best run on average, and the next best that keeps the limit with a probability of SURE."""
+    if head.isupper():  # no limit was given
+        yield f"{head}: {_run(best)}."
+        return
+    yield f"{head}: {_run(best)}, in {limit} with {probability(chance(best), FEW)}."
+    sure = next((run for run in ranked[ranked.index(best) :] if chance(run) >= SURE), best)
+    if sure is not best:
+        yield f"LIKELY IN {limit.upper()}: {_run(sure)}, in {limit} with {probability(chance(sure), FEW)}."
 
 
 def _run(run: RentedRun) -> str:
