@@ -386,7 +386,7 @@ def refused(plan: Plan, run: Path, resume: str = "auto") -> str:
         ({"shape": replace(SHAPE, ffn=32)}, "is of another model: 'model.layers.0.mlp.gate.weight' is [24, 16]"),
         ({"shape": MOE}, "is of another model"),
         ({"shape": replace(SHAPE, layers=3)}, "it has no 'model.layers.2."),
-        ({"precision": "bf16"}, "is of another model"),
+        ({"precision": "bf16"}, "of recipe.precision=fp32, and the plan has recipe.precision=bf16"),
     ],
     ids=["sequence", "seed", "ffn", "moe", "layers", "precision"],
 )

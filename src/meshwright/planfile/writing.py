@@ -8,7 +8,7 @@ import inspect
 import os
 import textwrap
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -42,15 +42,13 @@ def dump(plan: Plan) -> dict[str, Any]:
     return {key: _convert_tuples(value) for key, value in as_document(plan).items()}
 
 
-def write(plan: Plan, path: Path | str, *, open_warmup: bool = False, another: str = RUN) -> None:
+def write(plan: Plan, path: Path | str, *, another: str = RUN) -> None:
     """Write the plan to a file atomically, so that `read` returns the same plan. Raises PlanError.
 
-    Args:
-        open_warmup: Write a warm-up that follows from the number of steps as -1, so that it still does after a change.
-        another: The argument that chooses another file, for messages.
+    `another`: the argument that chooses another file, for messages.
     """
     path = Path(path)
-    text = content(plan, path.parent, open_warmup=open_warmup)
+    text = content(plan, path.parent)
     # Next to the target, so that the rename stays within one file system.
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -68,11 +66,9 @@ def write(plan: Plan, path: Path | str, *, open_warmup: bool = False, another: s
             fresh.unlink(missing_ok=True)
 
 
-def content(plan: Plan, folder: Path, *, open_warmup: bool = False) -> str:
+def content(plan: Plan, folder: Path) -> str:
     """Return the text that `write` puts into a file in `folder`."""
     document = relocate_paths(dump(plan), folder)
-    if open_warmup and plan.recipe == replace(plan.recipe, warmup_steps=-1):
-        document["recipe"]["warmup_steps"] = -1
     return str(yaml.safe_dump(document, sort_keys=False, width=WIDTH))
 
 

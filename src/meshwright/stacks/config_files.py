@@ -313,7 +313,9 @@ def slurm_head(
         *(f"#SBATCH {option}" for option in (*asked, *directives)),
         "# Yours, where the cluster asks for them. Delete one # to switch a line on:",
         "##SBATCH --partition=PARTITION", "##SBATCH --account=ACCOUNT", f"# {title}",
-        "# Run in its folder, which all nodes see: sbatch launch.sbatch", *_yours(yours), "set -euo pipefail",
+        "# Run in its folder, which all nodes see: sbatch launch.sbatch", *_yours(yours),
+        "# Yours, where jobs do not get the environment of the shell that runs sbatch:",
+        "# module load MODULE; . VENV/bin/activate", "set -euo pipefail",
         'export HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
         'HERE="${SLURM_SUBMIT_DIR:-$PWD}"',
         '[ -f "$HERE/launch.sh" ] || { echo "no launch.sh in $HERE: cd to its folder, then sbatch" >&2; exit 1; }',
@@ -322,9 +324,10 @@ def slurm_head(
 
 def srun_lines(plan: Plan, ending: str = "--kill-on-bad-exit=1") -> list[str]:
     """Return the command that runs launch.sh on each node. `ending`: when srun ends the others after the first."""
+    label = " --label" if plan.cluster.nodes > 1 else ""  # each line of the log begins with the number of its node
     return [
         # Slurm may bind the only task of a node to one core, and with it all processes that torchrun starts.
-        f"srun --nodes={plan.cluster.nodes} --ntasks-per-node=1 --cpu-bind=none {ending} bash -c \\",
+        f"srun --nodes={plan.cluster.nodes} --ntasks-per-node=1 --cpu-bind=none{label} {ending} bash -c \\",
         '    \'NODE_RANK=$SLURM_NODEID exec bash "$0/launch.sh"\' "$HERE"',
     ]
 

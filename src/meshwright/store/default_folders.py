@@ -152,7 +152,5 @@ def _changed_keys(old: Plan, new: Plan) -> list[str]:
 
 
 def _fixed_keys(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe without MAY_CHANGE, with warm-up -1 where it follows from the number of steps."""
-    keys = {field.name: getattr(recipe, field.name) for field in fields(recipe) if field.name not in MAY_CHANGE}
-    has_default_warmup = recipe.warmup_steps == Recipe(steps=recipe.steps).warmup_steps
-    return keys | {"warmup_steps": -1} if has_default_warmup else keys
+    """Return the recipe without MAY_CHANGE."""
+    return {field.name: getattr(recipe, field.name) for field in fields(recipe) if field.name not in MAY_CHANGE}

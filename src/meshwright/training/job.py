@@ -144,11 +144,12 @@ def check_values(plan: Plan, corpus: Corpus, values: dict[str, Any], checkpoint_
     for what, (saved, planned) in positions.items():
         if saved != planned:
             raise _position_error(checkpoint_path, f"{what}={saved}", f"{what}={planned}")
-    for key, default in STATE_KEYS.items():
+    # A checkpoint of an older version does not say its precision, and is refused when it is read.
+    for key, default in {"precision": recipe.precision, **STATE_KEYS}.items():
         saved, planned = values.get(key, default), getattr(recipe, key)
         if saved != planned:
             raise CheckpointError(
-                f"{checkpoint_path} holds optimizer states of recipe.{key}={saved}, and the plan has "
+                f"{checkpoint_path} holds weights and optimizer states of recipe.{key}={saved}, and the plan has "
                 f"recipe.{key}={planned}: take recipe.{key}={saved}, or start a new run from its export"
             )
     if values["data"] != corpus.fingerprint:

@@ -238,7 +238,7 @@ class Trainer:
             balance_loss=recipe.balance_loss,
             scaler=self.state.scaler,
             skipper=self.state.skipper,
-            spike_factor=recipe.skip_spikes if step > recipe.warmup_steps else 0.0,
+            spike_factor=recipe.skip_spikes if step > recipe.warmup else 0.0,
             measure_noise=bool(recipe.noise_scale_every) and step % recipe.noise_scale_every == 0,
             before_update=self.ledger.look,
             objective=self.task.objective,
@@ -294,7 +294,7 @@ class Trainer:
         )
         self._last_loss = metrics.loss
         # The loss of a warm-up may rise.
-        if recipe.rollback_spikes and pending.step > recipe.warmup_steps:
+        if recipe.rollback_spikes and pending.step > recipe.warmup:
             self._spike = self.state.spikes.judge(pending.step, metrics.loss) or self._spike
         log.append(numbers(metrics))
         while self.pulse.slow_ranks:

@@ -1,6 +1,7 @@
 """`rent` on the command line: verdict first, every line reproduced by the `plan` that it prints, errors."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,26 @@ def test_without_one_in_time_the_fastest_is_made_again(capsys: Capture) -> None:
     assert main([*ASKED, "--deadline", "1min", "--json"]) == 3
     front = json.loads(capsys.readouterr().out)["front"]
     assert words == shlex.split(min(front, key=lambda row: row["wall_seconds"])["command"])
+
+
+def test_what_keeps_the_limits_likely_is_named_beside_what_does_on_average(capsys: Capture) -> None:
+    """A mean time just below the deadline is in time with a probability of about a half, and so is a bill."""
+    front = document([*ASKED, "--json"], capsys)["front"]
+    hours, usd = front[0]["wall_seconds"] / 3600 + 0.01, front[-1]["usd"] + 0.01
+    assert main([*ASKED, "--deadline", f"{hours}h", "--budget", str(usd)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for limit, head, average in (("time", "CHEAPEST", front[0]), ("budget", "FASTEST", front[-1])):
+        mean, _, likely = printed.partition(f"{head} ")[2].partition(f"LIKELY IN {limit.upper()}: ")
+        assert f"{average['nodes']} node" in mean or f": {average['devices']} " in mean
+        chance = re.match(rf".*?, in {limit} with a probability (of|above) (\d+)%", likely)
+        assert chance and int(chance[2]) >= 90
+
+
+def test_failures_that_let_no_run_end(capsys: Capture) -> None:
+    words = ["rent", "llama-3.2-1b", "--tokens", "1T", "--devices", "h100", "--nodes", "32,64", "--quick"]
+    assert main([*words, "--mtbf", "1"]) == 3
+    error = capsys.readouterr().err
+    assert "takes longer than 1 year on each of " in error and "--mtbf of one device, not of the cluster" in error
 
 
 def test_a_deadline_and_a_budget_that_no_run_meets_together(capsys: Capture) -> None:

@@ -299,7 +299,6 @@ class PlannedLayout:
         if self.tokens and not recipe.batch_ramp:
             # Rounded up: a run may exceed its budget by a part of a step, and never falls short of it.
             steps = -(-int(self.tokens) // (recipe.global_batch * recipe.sequence))
-            follows = recipe == replace(recipe, warmup_steps=-1)
             if steps >= 2**31:
                 raise ArgumentError(
                     "tokens",
@@ -307,11 +306,11 @@ class PlannedLayout:
                     f"are {steps:,} steps, more than a recipe can have",
                     "take a larger global_batch",
                 )
-            # -1 follows the number of steps. A warm-up of its own must not exceed a short run.
-            warmup = -1 if follows else min(recipe.warmup_steps, steps)
-            best = replace(best, recipe=replace(recipe, steps=steps, warmup_steps=warmup))
+            # A warm-up must not exceed a short run.
+            warmup_steps = min(recipe.warmup_steps, steps)
+            best = replace(best, recipe=replace(recipe, steps=steps, warmup_steps=warmup_steps))
         best.check()
-        planfile.write(best, file, open_warmup=True, another="file (--save)")
+        planfile.write(best, file, another="file (--save)")
         return Path(file)
 
     def row(self) -> dict[str, Any]:

@@ -220,11 +220,8 @@ def plan_of(word: Any) -> Plan | None:
 
 
 def base_words(plan: Plan) -> list[str]:
-    """Return the words that rebuild a plan, one per section. A warm-up that follows recipe.steps keeps following."""
+    """Return the words that rebuild a plan, one per section."""
     sections = planfile.dump(plan)
-    # A plan holds the number that -1 became. Written out, it would stay when recipe.steps changes.
-    if plan.recipe == replace(plan.recipe, warmup_steps=-1):
-        sections["recipe"]["warmup_steps"] = -1
     write = partial(json.dumps, ensure_ascii=False)
     return [f"{key}={write(setting) if isinstance(setting, dict) else setting}" for key, setting in sections.items()]
 

@@ -132,7 +132,7 @@ class Recipe:
     learning_rate_schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Decay of the rate after warm-up; wsd: warm-up, stable, then decay over the last decay_steps."""
     warmup_steps: int = -1
-    """Steps over which the rate rises from 0; -1 = a tenth of the steps, at most 20."""
+    """Steps over which the rate rises from 0; -1 = a tenth of the steps up to 20, then a hundredth up to 2,000."""
     decay_steps: int = 0
     """Steps of the final decay of wsd; 0 = a fifth of the steps."""
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -220,9 +220,9 @@ class Recipe:
         for field in positive:
             if not 1 <= getattr(self, field) < 2**31:
                 raise PlanError(f"recipe.{field}={getattr(self, field)} must be at least 1 and below 2**31")
-        if self.warmup_steps == -1:
-            object.__setattr__(self, "warmup_steps", min(20, self.steps // 10))
-        for field in ("warmup_steps", "decay_steps", "skip_nonfinite", "rollback_spikes", *every):
+        if self.warmup_steps < -1:
+            raise PlanError(f"recipe.warmup_steps={self.warmup_steps} must be 0 or more, or -1")
+        for field in ("decay_steps", "skip_nonfinite", "rollback_spikes", *every):
             if getattr(self, field) < 0:
                 raise PlanError(f"recipe.{field}={getattr(self, field)} must be 0 or more")
         if self.seed < 0 or self.seed >= 2**63:
@@ -282,6 +282,13 @@ class Recipe:
         return TRAITS[self.objective]
 
     @property
+    def warmup(self) -> int:
+        """Steps over which the rate rises. 2,000 of a long run is what Llama 2 (arXiv:2307.09288) and OLMo 2 took."""
+        if self.warmup_steps >= 0:
+            return self.warmup_steps
+        return max(min(20, self.steps // 10), min(2000, self.steps // 100))
+
+    @property
     def storage(self) -> StateStorage:
         """Storage of optimizer states."""
         return StateStorage(self.optimizer_states, self.master_weights == "fp32", self.optimizer)
@@ -300,15 +307,13 @@ class Recipe:
         else:  # epochs as they were written: 1.1 of 10 rows are 11, and in binary a little more
             more = math.ceil((Fraction(str(self.epochs)) * rows - read.rows) / self.global_batch)
         steps = max(1, read.steps + max(0, more))
-        # A default warm-up follows the number of steps; one that was asked for stays.
-        follows = self.warmup_steps == min(20, self.steps // 10)
-        if self.warmup_steps > steps and is_known and not follows:
+        if self.warmup_steps > steps and is_known:
             length = f"recipe.tokens={self.tokens}" if self.tokens else f"recipe.epochs={self.epochs:g}"
             raise PlanError(
                 f"recipe.warmup_steps={self.warmup_steps} exceeds the {steps} steps of {length}: "
                 f"take recipe.warmup_steps={steps // 10}"
             )
-        return replace(self, steps=steps, warmup_steps=-1 if follows else self.warmup_steps)
+        return replace(self, steps=steps)
 
     def _steps_between(self, seen: int, tokens: int) -> int:
         """Return the number of steps from `seen` tokens until at least `tokens` are read."""

@@ -186,6 +186,7 @@ class TrainState:
             **{name: getattr(self.progress, name) for name in COUNTERS},
             "sequence": recipe.sequence,
             "seed": recipe.seed,
+            "precision": recipe.precision,
             **{key: getattr(recipe, key) for key in STATE_KEYS},
             **{key: getattr(settings, key) for key in DATA_KEYS if settings.form == "samples"},
             **({"malformed": settings.malformed} if settings.malformed != TEXT.malformed else {}),

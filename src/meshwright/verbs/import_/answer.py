@@ -71,7 +71,6 @@ def _weights(folder: "HubFolder") -> "dict[str, Tensor]":
 
 def _write(plan: Plan, tokenizer: "Tokenizer", hub: "HubFolder", tensors: "dict[str, Tensor]") -> None:
     """Write the run folder. It keeps what an export needs: chat template and generation config."""
-    from meshwright import planfile
     from meshwright.store import checkpoint
     from meshwright.store.run_folder import RunFolder
     from meshwright.training.step.state import keep_hub_files
@@ -81,8 +80,6 @@ def _write(plan: Plan, tokenizer: "Tokenizer", hub: "HubFolder", tensors: "dict[
     try:
         with RunFolder.create(path, plan, tokenizer) as folder:
             keep_hub_files(hub, path)
-            # The warm-up follows recipe.steps until a run begins.
-            planfile.write(plan, path / "plan.yaml", open_warmup=True)
             values: dict[str, checkpoint.Json] = {
                 "step": 0,
                 "sequence": plan.recipe.sequence,

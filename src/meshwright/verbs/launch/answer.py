@@ -55,8 +55,8 @@ SKY_NAMES = (
 )  # fmt: skip
 """Name of a device -> SkyPilot's name of its accelerator, where they differ."""
 SETUP = "# Yours, where your package index has no such version: the path of a wheel, or of a clone in this folder.\n"
-SHORT_WARMUP = 1e-3
-"""Share of the steps below which a warm-up is noted. Llama 3 405B: 8,000 of 1,200,000 (arXiv:2407.21783, 3.4.1)."""
+SHORT_WARMUP = 10
+"""A warm-up this many times as short as the default is noted. Llama 3 405B: 8,000 steps (arXiv:2407.21783, 3.4.1)."""
 RENDEZVOUS = (
     '--rdzv_id "${RUN##*/}" --rdzv_backend c10d --rdzv_endpoint "$HEAD:$PORT" \\\n'
     '    --rdzv_conf "is_host=$([ "$NODE_RANK" = 0 ] && echo true || echo false)"'
@@ -80,11 +80,14 @@ class Job:
 
     def texts(self, to: str) -> dict[str, str]:
         """Return the text of each file but plan.yaml, by name."""
+        # Nodes are new at each start, and only the volume lasts.
+        cache = str(Path(self.plan.run).parent / "cache") if to != "slurm" and not self.plan.store.url else ""
+        script = self._node_script(cache)
         if to == "slurm":
-            return {"launch.sh": self._node_script(), "launch.sbatch": self._slurm_job()}
+            return {"launch.sh": script, "launch.sbatch": self._slurm_job()}
         if to == "skypilot":
-            return {"launch.sh": self._node_script(), "skypilot.yaml": self._sky_task()}
-        return {"jobset.yaml": self._job_set()}
+            return {"launch.sh": script, "skypilot.yaml": self._sky_task()}
+        return {"jobset.yaml": self._job_set(script)}
 
     def _slurm_job(self) -> str:
         directives = ("--requeue", "--open-mode=append", f"--signal=B:USR1@{self.grace_s}")
@@ -109,17 +112,17 @@ class Job:
         }
         return _fill("skypilot.yaml", words)
 
-    def _job_set(self) -> str:
+    def _job_set(self, script: str) -> str:
         cluster, url, words = self.plan.cluster, self.plan.store.url, self._cluster_words()
         claimed = f"persistentVolumeClaim: {{claimName: {self.name}-run}}"
         words |= {"access": "ReadWriteMany" if cluster.nodes > 1 else "ReadWriteOnce", "storage": f"{self.storage_gib}"}
         words |= {
             "plan": indent(planfile.content(self.plan, Path(FILES)).rstrip(), BLOCK),
-            "node": indent(self._node_script().rstrip(), BLOCK),
+            "node": indent(script.rstrip(), BLOCK),
             "claim": "" if url else _fill("claim.yaml", words), "devices": f"{cluster.devices_per_node}",
             "gpu": "" if cluster.device.is_gpu else None, "urls": "" if self.urls else None,
             "yours": "" if self.image else " Yours to set: IMAGE.",
-            "volume": f"emptyDir: {{sizeLimit: {self.storage_gib}Gi}}" if url else claimed,
+            "volume": f"emptyDir: {{sizeLimit: {self.storage_gib}Gi}}" if url else claimed, "disk": "" if url else None,
         }  # fmt: skip
         return _fill("jobset.yaml", words)
 
@@ -147,12 +150,13 @@ class Job:
         machines = f"{many(cluster.nodes, 'node')} x {cluster.devices_per_node} {cluster.device.name}"
         return f"Written by meshwright launch: {self.plan.model.name} on {machines}"
 
-    def _node_script(self) -> str:
+    def _node_script(self, cache: str) -> str:
         rendezvous = RENDEZVOUS if self.plan.cluster.nodes > 1 else "--standalone"
-        words = {"run": shlex.quote(self.plan.run), "rendezvous": rendezvous, "exports": "\n".join(self._exports())}
+        exports = "\n".join(self._exports(cache))
+        words = {"run": shlex.quote(self.plan.run), "rendezvous": rendezvous, "exports": exports}
         return _fill("launch.sh", {"head": "\n".join(node_head(self.plan, self._title)), **words})
 
-    def _exports(self) -> Iterator[str]:
+    def _exports(self, cache: str) -> Iterator[str]:
         """Yield environment variables that the user has not set, each below its reason."""
         is_gpu = self.plan.cluster.device.is_gpu
         reasons = {
@@ -160,6 +164,8 @@ class Job:
             f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={self.grace_s}": "torchrun kills its workers 30 s after SIGTERM, which "
             "may be too soon for a step and a save.",
         }
+        if cache:
+            reasons[f"XDG_CACHE_HOME={cache}"] = "Encoded text and models of the Hub are there at the next start too."
         if is_gpu:
             reasons["NCCL_DEBUG=WARN"] = "NCCL names the cause of an error. Else it is `unhandled system error`."
         for word, reason in reasons.items():
@@ -341,7 +347,7 @@ def _notes(job: Job, to: str, folder: Path) -> Iterator[str]:
     recipe, steps = plan.recipe, plan.recipe.over(0, None).steps
     if plan.data.path == STDLIB and not plan.data.sources:
         yield "it trains on the built-in text: data=PATH names yours, and data.tokenizer the model's tokenizer"
-    if 0 < recipe.warmup_steps < SHORT_WARMUP * steps:
+    if 0 < recipe.warmup_steps * SHORT_WARMUP < replace(recipe, steps=steps, warmup_steps=-1).warmup:
         yield f"recipe.warmup_steps={recipe.warmup_steps} is short for {steps:,} steps: Llama 3 405B took 8,000"
     if job.is_named_after_model and to != "slurm":
         yield f"run and job are named after the model: run={Path(plan.run).parent}/NAME keeps a second experiment apart"

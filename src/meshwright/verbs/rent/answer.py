@@ -306,8 +306,8 @@ def _no_run(asked: RentRequest, swept: Swept) -> DoesNotFit:
     # With no run at all, each cluster either lacks memory or takes too long.
     slow, unfit = swept.clusters - len(swept.unfit), len(swept.unfit)
     if slow and not unfit:
-        hours = asked.conditions.mtbf_device_hours
-        often = f", or give {argument('mtbf')} of one device, not of the cluster" if hours < LLAMA_3.mtbf_device_hours else ""
+        is_frequent = asked.conditions.mtbf_device_hours < LLAMA_3.mtbf_device_hours
+        often = f", or give {argument('mtbf')} of one device, not of the cluster" if is_frequent else ""
         return DoesNotFit(
             f"{name} on {count(asked.tokens)} tokens takes longer than {years} on each of {slow} clusters: take fewer "
             f"tokens, more nodes, or a later deadline{often}"
