@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
@@ -188,6 +189,14 @@ def test_without_a_rollback_the_run_goes_on(
     assert len(lines) == len(spans) and line in lines[-1]
     steps = [row["step"] for row in running.metrics(tmp_path / "run") if "kind" not in row]
     assert steps == list(range(1, 41))
+    kept_aside = checkpoint_folder.list_newest_first(tmp_path / "run" / "before-spike")
+    assert len(kept_aside) == lines[-1].endswith(
+        f" {tmp_path / 'run' / 'before-spike'}/step-000032 is from before it, and stays"
+    ), lines
+    if kept_aside:
+        shutil.rmtree(tmp_path / "run" / "checkpoints")
+        resumed = running.plan(texts, tmp_path / "again", **OPTIONS)
+        assert loop.run(resumed, resume=str(kept_aside[0])).stopped == "done"
 
 
 def test_a_row_of_bad_steps_goes_back_too_and_ends_the_run_when_nothing_is_left(

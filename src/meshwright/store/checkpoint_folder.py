@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.spec.errors import CheckpointError, DamagedCheckpoint, RunError, argument
-from meshwright.store.durable import sync_folder, write_file
+from meshwright.store.durable import link_file, sync_folder, write_file
 
 COMMIT_FORMAT = 1
 """Increased whenever an older version could misread what a newer one writes."""
@@ -27,6 +27,8 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 new_hash = hashlib.sha256
 """SHA-256: 1.1 GB/s per core with processor support (BLAKE2b: 0.4), and it releases the GIL."""
 _STEP_NAME = re.compile(r"step-(\d+)")
+BEFORE_SPIKE = "before-spike"
+"""Folder of a run for the checkpoint from before a loss spike that no rollback was left for."""
 MOST_OF_A_RECORD = 2**16
 """Upper bound in bytes of the first metrics record."""
 _SAVING, _REMOVING = ".saving-", ".removing-"
@@ -326,6 +328,17 @@ def remove_surplus(folder: Path, step: int, keep_last: int, uploading: int | Non
     _remove(folder / saved.name for saved in sound if saved not in retained and saved.step != uploading)
     # From when machines shared no folder.
     _remove(folder.glob(_PARTS + "*"))
+
+
+def keep_aside(path: Path) -> Path:
+    """Link a checkpoint into BEFORE_SPIKE, where no save removes it, unless one is there. Raises OSError."""
+    aside = path.parent.with_name(BEFORE_SPIKE)
+    if not (earlier := list_newest_first(aside)):
+        fresh = aside / f".{path.name}"
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.copytree(path, fresh, copy_function=link_file)
+        earlier = [fresh.rename(aside / path.name)]
+    return earlier[0]
 
 
 def remove_older_parts(folder: Path, step: int, uploading: int | None) -> None:

@@ -38,6 +38,14 @@ def replace_file(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
+def link_file(source: Path | str, target: Path | str) -> None:
+    """Make a second name for a file that nobody changes, or a copy on a file system without links. Raises OSError."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def sync_folder(path: Path) -> None:
     """Fsync a folder, so that its file names (not their contents) survive a power cut."""
     handle = os.open(path, os.O_RDONLY)

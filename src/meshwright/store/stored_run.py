@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -27,7 +26,7 @@ from meshwright.spec.errors import CheckpointError, DamagedCheckpoint, StoreErro
 from meshwright.spec.plan.plan import Store
 from meshwright.store import checkpoint_folder
 from meshwright.store.checkpoint_folder import COMMIT, Commit, Saved
-from meshwright.store.durable import check_room, replace_file
+from meshwright.store.durable import check_room, link_file, replace_file
 
 CHECKPOINTS = "checkpoints"
 RUN_ID = "run-id"
@@ -187,10 +186,7 @@ class StoredRun:
                 missing.append(file)
             else:
                 (hidden / file.name).unlink(missing_ok=True)
-                try:
-                    (hidden / file.name).hardlink_to(holder / file.name)
-                except OSError:  # a file system without links
-                    shutil.copyfile(holder / file.name, hidden / file.name)
+                link_file(holder / file.name, hidden / file.name)
         # Ranks may share the disk.
         check_room(hidden, parts * sum(file.size_bytes for file in missing), self.checkpoints / name)
         download([(self.checkpoints / name / file.name, hidden / file.name, file.sha256) for file in missing], begun)

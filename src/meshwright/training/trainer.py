@@ -372,9 +372,13 @@ class Trainer:
             if spike.error is not None:
                 raise spike.error()
             self.state.spikes.accept()
-            is_left = bool(earlier) and rollbacks > most
-            left = f". {earlier[0]} is from before it: copy it, since later saves remove it" if is_left else ""
-            self._warn(f"{spike.words}: {why}, and the run goes on (recipe.rollback_spikes){left}")
+            remains = ""
+            if self.is_rank_zero and earlier and rollbacks > most:
+                try:
+                    remains = f". {checkpoint_folder.keep_aside(earlier[0])} is from before it, and stays"
+                except OSError as error:
+                    remains = f". {earlier[0]} is from before it: copy it, since later saves remove it ({error})"
+            self._warn(f"{spike.words}: {why}, and the run goes on (recipe.rollback_spikes){remains}")
             return False
         # A step under way on a GPU belongs to what is abandoned.
         self._pending.clear()
