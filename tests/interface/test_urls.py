@@ -1,6 +1,7 @@
 """URLs in place of paths: what a verb reads is copied once, what it writes is uploaded."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def test_a_run_behind_a_url_is_exported_behind_another_and_answers_from_there(
 ) -> None:
     exported = f"s3://{object_store.BUCKET}/models/first"
     assert main(["export", run, exported]) == 0, capsys.readouterr().err
+    assert re.match(rf"{exported}: step-\d+ of {run}, ", capsys.readouterr().out)
     names = {file.name for file in Location.open(exported).list_files()}
     assert {"config.json", "model.safetensors"} <= names
     capsys.readouterr()

@@ -377,9 +377,10 @@ def test_a_slow_store_delays_uploads_not_steps(texts: Path, tmp_path: Path, url:
     """While one upload is on its way the next checkpoints stay local. The last one is always uploaded."""
     slow = plan(texts, tmp_path / "run", url, checkpoint_every=1, steps=10, keep_last=1)
     slow = replace(slow, store=replace(slow.store, bandwidth=0.05, keep_last=9))
-    loop.run(slow)
+    loop.run(slow, watchers=[notes := running.Notes()])
     steps = [entry.step for entry in stored(url).list_checkpoints()]
     assert steps[-1] == 10 and len(steps) < 10
+    assert notes.uploads[-1] == 10 and {*notes.uploads} <= {*steps} and len(notes.saves) == 10
     wipe(tmp_path / "run")
     loop.run(plan(texts, tmp_path / "run", url, steps=12), resume="auto")
 

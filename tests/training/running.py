@@ -56,6 +56,7 @@ class Notes:
         self.steps: list[StepMetrics] = []
         self.evaluations: list[EvalMetrics] = []
         self.saves: list[int] = []
+        self.uploads: list[int] = []
         self.summary: Summary | None = None
 
     def started(self, info: RunInfo) -> None:
@@ -70,6 +71,9 @@ class Notes:
     def saved(self, step: int, path: Path) -> None:
         assert path.is_dir() and int(path.name.rpartition("-")[2]) == step
         self.saves.append(step)
+
+    def stored(self, step: int, url: str) -> None:
+        self.uploads.append(step)
 
     def ended(self, summary: Summary) -> None:
         self.summary = summary

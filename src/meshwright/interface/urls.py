@@ -57,9 +57,9 @@ def with_local_paths(words: Sequence[str]) -> Iterator[list[str]]:
                 local.append(word)
             else:
                 path = outputs.enter_context(upload_afterwards(url)) if is_output else copy_to_cache(url, which)
+                URL_OF[str(path)] = url
                 if is_output:
                     uploaded.append(url)
-                    URL_OF[str(path)] = url
                 local.append(f"{key}={path}" if key else str(path))
         yield local
     for url in uploaded:  # the verb has named a file of this machine, which is gone by now

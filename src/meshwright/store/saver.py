@@ -170,6 +170,7 @@ class Saver:
     Args:
         group: A group of all ranks used for nothing else (`mesh.saving_group`). None = write at once.
         saved: Called with (step, path) after each commit, by the thread that calls the methods.
+        stored: Called with the step of each uploaded checkpoint, by the same thread.
         begun: Called before each tensor is written, by the threads that write.
         mirror: Uploads what was saved. None = checkpoints stay in `folder`.
         sharing: The ranks that see `folder`, where machines share none.
@@ -182,18 +183,21 @@ class Saver:
         keep_last: int,
         group: Group | None,
         saved: Callable[[int, Path], None],
+        stored: Callable[[int], None] = lambda step: None,
         begun: Callable[[], None] = lambda: None,
         mirror: "Mirror | None" = None,
         sharing: "FolderRanks | None" = None,
     ) -> None:
         self.folder, self.keep_last, self.group, self.saved, self.begun = folder, keep_last, group, saved, begun
-        self.mirror, self.sharing = mirror, sharing
+        self.stored, self.mirror, self.sharing = stored, mirror, sharing
         self.blocked_s = 0.0
         """Seconds that callers have waited, for copies, writes and earlier saves."""
         self.newest: Path | None = None
         """The last checkpoint that this process saved."""
         self._committed: int | None = None
         """Step of the last upload that all ranks know of."""
+        self._reported: int | None = None
+        """Step of the last upload that was reported."""
         self._staging = Staging()
         self._assigned: set[str] | None = None
         self._flight: _Flight | None = None
@@ -276,6 +280,7 @@ class Saver:
         mirror.wait()
         # All ranks learn that the last upload is committed.
         self._agree("", mirror)
+        self._report_upload()
 
     def _upload(self, step: int, path: Path, *, last: bool = False, is_missing: bool = True) -> None:
         """Begin an upload if rank 0 decides so. `is_missing`: the store lacks the checkpoint, on rank 0."""
@@ -299,8 +304,9 @@ class Saver:
     def failed(self) -> bool:
         """Return whether the save in flight has failed on this rank, or another process has taken over.
 
-        Reports a save that succeeded to `saved`.
+        Reports a save that succeeded to `saved`, and an upload to `stored`.
         """
+        self._report_upload()
         if self.mirror is not None and self.mirror.superseded is not None:
             return True
         if self._flight is None or self.busy:
@@ -375,6 +381,12 @@ class Saver:
     def _report(self, step: int, path: Path) -> None:
         self.newest = path
         self.saved(step, path)
+
+    def _report_upload(self) -> None:
+        step = None if self.mirror is None else self.mirror.committed
+        if step is not None and step != self._reported:
+            self._reported = step
+            self.stored(step)
 
 
 @dataclass(slots=True)

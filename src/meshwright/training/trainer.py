@@ -114,6 +114,7 @@ class Trainer:
             keep_last=self.plan.recipe.keep_last,
             group=self.job.saving,
             saved=lambda step, path: self._notify("saved", step, path),
+            stored=lambda step: self._notify("stored", step, self.plan.store.url),
             begun=self.pulse.piece_begun,
             mirror=self._open_mirror(),
             sharing=self.job.sharing,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from meshwright.interface.answers.answer import Answer
 
 URL_OF: dict[str, str] = {}
-"""Local file that a verb writes -> the URL that it goes to when the verb has ended (interface/urls.py)."""
+"""Local path that a verb reads or writes -> the URL that it is a copy of, or goes to at the end (interface/urls.py)."""
 NARROWEST, WIDEST = 60, 200
 """Narrowest and widest layout in columns. A narrower terminal breaks lines itself."""
 COLOURS = {"green": "32", "yellow": "33", "red": "31"}
@@ -27,7 +27,7 @@ PATIENCE_S = 2.0
 
 
 def shown_path(path: object) -> str:
-    """Return the name of an output for its user: the URL that it goes to, or its path."""
+    """Return the name of a path for its user: its URL, or itself."""
     return URL_OF.get(str(path), str(path))
 
 

@@ -427,6 +427,10 @@ class Watcher(Protocol):
         """Receive the path of a committed checkpoint."""
         return
 
+    def stored(self, step: int, url: str) -> None:
+        """Receive the URL of the store that has the checkpoint of a step now."""
+        return
+
     def ended(self, summary: Summary) -> None:
         """Receive the outcome, once, when the run has finished or was interrupted. Not called after an exception."""
         return
@@ -453,6 +457,10 @@ class Forgiving:
     def saved(self, step: int, path: Path) -> None:
         """Forward the path of a committed checkpoint."""
         self._forward(lambda: self.watcher.saved(step, path))
+
+    def stored(self, step: int, url: str) -> None:
+        """Forward the URL of the store."""
+        self._forward(lambda: self.watcher.stored(step, url))
 
     def ended(self, summary: Summary) -> None:
         """Forward the outcome."""

@@ -27,23 +27,24 @@ def export(
     """
     from meshwright.interface.terminal.screen_text import print_json, shown_path
 
+    source = shown_path(run)
     check_export(run, out, dtype, checkpoint, adapter=adapter)
     if out.suffix == ".gguf":
         written = write_gguf_file(run, out, dtype, checkpoint, adapter=adapter)
         if json:
             print_json(written)
         else:
-            print(f"{shown_path(out)}: {written['bytes']:,} bytes of {run}, for llama.cpp and what is built on it")
+            print(f"{shown_path(out)}: {written['bytes']:,} bytes of {source}, for llama.cpp and what is built on it")
             if written["note"]:
                 print(f"tokenizer: {written['note']}")
         return
     exported_checkpoint = write_directory(run, out, dtype, checkpoint, adapter=adapter)
     if json:
-        print_json(
-            {"out": out, "checkpoint": exported_checkpoint, "files": sorted(path.name for path in out.iterdir())}
-        )
+        names = sorted(path.name for path in out.iterdir())
+        print_json({"out": shown_path(out), "checkpoint": exported_checkpoint, "files": names})
     else:
         readers = "for transformers (v4 and v5) and what reads its directories"
         print(
-            f"{shown_path(out)}: {exported_checkpoint.name} of {run}, {'its adapter, for PEFT' if adapter else readers}"
+            f"{shown_path(out)}: {exported_checkpoint.name} of {source}, "
+            f"{'its adapter, for PEFT' if adapter else readers}"
         )

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.text import Text
 
 from meshwright.interface.terminal import fields
+from meshwright.spec.errors import printable
 from meshwright.spec.units import MIB, count, duration, text_size
 from meshwright.training.plot import Smoothed
 from meshwright.training.step.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
@@ -123,6 +124,10 @@ class PlainDisplay(Display):
         """Print the path of the checkpoint."""
         self._print(f"{self._step(step)} saved {path}")
 
+    def stored(self, step: int, url: str) -> None:
+        """Print the URL of the store."""
+        self._print(f"{self._step(step)} is in {printable(url)}")
+
     def ended(self, summary: Summary) -> None:
         """Print the last line."""
         self._print(fields.closing(summary, self._info.device))
@@ -194,6 +199,11 @@ class LiveDisplay(Display):
         self._panel.checkpoint = (step, path)
         self._draw()
 
+    def stored(self, step: int, url: str) -> None:
+        """Show the store from now on."""
+        self._panel.stored = (step, url)
+        self._draw()
+
     def ended(self, summary: Summary) -> None:
         """Leave the last state on the screen, with the closing line below it."""
         self._draw()
@@ -218,6 +228,7 @@ class Panel:
         self.points: list[tuple[int, float]] = []
         self.metrics: StepMetrics | None = None
         self.checkpoint: tuple[int, Path] | None = None
+        self.stored: tuple[int, str] | None = None
         self._evaluation: EvalMetrics | None = None
         self._smooth = Smoothed()
         for loss in info.losses:
@@ -336,7 +347,7 @@ class Panel:
         return pairs + [(label, value, "") for label, value in fields.extras(metrics, self.info)]
 
     def _sentences(self) -> list[Text]:
-        """Return whole lines: utilization, the last evaluation, the last checkpoint."""
+        """Return whole lines: utilization, the last evaluation, the last checkpoint, that in the store."""
         lines = []
         if self.metrics is not None and (used := fields.utilization(self.metrics)):
             lines.append(_line("MFU", used.removeprefix("MFU "), ""))
@@ -344,6 +355,8 @@ class Panel:
             lines.append(_line("held out", f"{fields.held_out(self._evaluation)}, step {self._evaluation.step}", POINT))
         if self.checkpoint is not None:
             lines.append(_line("saved", f"{self.checkpoint[1]}", ""))
+        if self.stored is not None:
+            lines.append(_line("stored", f"step {self.stored[0]} in {printable(self.stored[1])}", ""))
         return lines
 
 
