@@ -63,27 +63,29 @@ def verdicts(answer: RentAnswer) -> Iterator[str]:
         nearest = min(answer.front, key=lambda run: run.wall_s)
         yield f"NONE{asked}: the fastest takes {nearest.days} ({nearest.title})."
     else:
-        yield from _verdict(f"CHEAPEST{asked}", best, "time", answer.front, lambda run: run.ends_within(limit_s))
+        ranked = [run for run in answer.front if run.usd <= budget]
+        yield from _verdict(f"CHEAPEST{asked}", best, "time", ranked, lambda run: run.ends_within(limit_s))
     asked = f" within ${budget:,.0f}" if budget < float("inf") else ""
     best = answer.fastest
     if best is None:
         nearest = answer.front[0]
         yield f"NONE{asked}: the cheapest costs {nearest.dollars} ({nearest.title})."
     else:
-        ranked = answer.front[::-1]
+        ranked = [run for run in answer.front[::-1] if run.wall_s <= limit_s]
         yield from _verdict(f"FASTEST{asked}", best, "budget", ranked, lambda run: run.costs_at_most(budget))
 
 
 def _verdict(
     head: str, best: RentedRun, limit: str, ranked: Sequence[RentedRun], chance: Callable[[RentedRun], float]
 ) -> Iterator[str]:
-    """Yield the best run on average, and the next best that keeps the limit with a probability of SURE."""
+    """Yield the best run on average, and the first of `ranked` that keeps the limit with a probability of SURE."""
     if head.isupper():  # no limit was given
         yield f"{head}: {_run(best)}."
         return
     yield f"{head}: {_run(best)}, in {limit} with {probability(chance(best), FEW)}."
-    sure = next((run for run in ranked[ranked.index(best) :] if chance(run) >= SURE), best)
-    if sure is not best:
+    if chance(best) >= SURE:
+        return
+    if sure := next((run for run in ranked if chance(run) >= SURE), None):
         yield f"LIKELY IN {limit.upper()}: {_run(sure)}, in {limit} with {probability(chance(sure), FEW)}."
 
 
