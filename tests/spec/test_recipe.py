@@ -12,8 +12,8 @@ from meshwright.spec.errors import PlanError
     ("steps", "warmup"), [(1, 0), (9, 0), (60, 6), (200, 20), (2000, 20), (100_000, 1000), (1_000_000, 2000)]
 )
 def test_warm_up_fits_the_run_by_itself(steps: int, warmup: int) -> None:
-    assert Recipe(steps=steps).warmup == warmup
-    assert Recipe(steps=steps, warmup_steps=0).warmup == 0
+    assert Recipe(steps=steps).rising_steps == warmup
+    assert Recipe(steps=steps, warmup_steps=0).rising_steps == 0
 
 
 @pytest.mark.parametrize("field", ["steps", "sequence", "global_batch", "keep_last", "log_every"])
@@ -94,7 +94,7 @@ def test_a_budget_of_tokens_is_the_fewest_steps_that_read_them(
     seen, steps = 0, 0
     while seen < tokens:
         seen, steps = seen + recipe.global_batch_at(seen) * sequence, steps + 1
-    assert recipe.steps == steps and recipe.warmup == max(min(20, steps // 10), min(2000, steps // 100))
+    assert recipe.steps == steps and recipe.rising_steps == Recipe(steps=steps).rising_steps
     assert recipe.over() == recipe
 
 

@@ -997,8 +997,8 @@ def test_runs_are_found_beside_a_folder_that_goes_away(tmp_path: Path, monkeypat
     [
         ({"shape": DEEPER}, r" holds a run of another model \(model.layers=2 there and 3 here\)"),
         ({"sequence": 16}, r": step-000004-\w+: trained with recipe.sequence=12, the plan says recipe.sequence=16"),
-        ({"optimizer_states": "bf16"}, r": step-000004-\w+ holds .* of recipe.optimizer_states=fp32, and"),
-        ({"precision": "bf16"}, r": step-000004-\w+ holds weights and optimizer states of recipe.precision=fp32,"),
+        ({"optimizer_states": "bf16"}, r": step-000004-\w+ holds optimizer states of recipe.optimizer_states=fp32"),
+        ({"precision": "bf16"}, r": step-000004-\w+ holds weights of recipe.precision=fp32,"),
         ({}, r": step-000004-\w+: trained with other text or another split"),
     ],
     ids=["model", "sequence", "optimizer", "precision", "text"],

@@ -165,20 +165,21 @@ def test_no_checkpoint_within_the_spike_stays(texts: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("spans", "options", "line"),
+    ("spans", "options", "line", "aside"),
     [
         (
             (GARBAGE, range(38 * 4, 45 * 4)),
             {},
             "the one rollback is used up, and the run goes on",
+            ["step-000032"],
         ),
-        ((range(7 * 4, 14 * 4),), {"checkpoint_every": 9}, "no checkpoint is from before it, and the run goes on"),
+        ((range(7 * 4, 14 * 4),), {"checkpoint_every": 9}, "no checkpoint is from before it, and the run goes on", []),
     ],
     ids=["used up", "too early"],
 )
 def test_without_a_rollback_the_run_goes_on(
     texts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
-    spans: tuple[range, ...], options: dict[str, Any], line: str,
+    spans: tuple[range, ...], options: dict[str, Any], line: str, aside: list[str],
 ) -> None:  # fmt: skip
     Garbage(spans, steps=4)(0)
     monkeypatch.setattr(spikes, "DEVIATIONS", 3.0)
@@ -189,14 +190,37 @@ def test_without_a_rollback_the_run_goes_on(
     assert len(lines) == len(spans) and line in lines[-1]
     steps = [row["step"] for row in running.metrics(tmp_path / "run") if "kind" not in row]
     assert steps == list(range(1, 41))
-    kept_aside = checkpoint_folder.list_newest_first(tmp_path / "run" / "before-spike")
-    assert len(kept_aside) == lines[-1].endswith(
-        f" {tmp_path / 'run' / 'before-spike'}/step-000032 is from before it, and stays"
-    ), lines
-    if kept_aside:
+    before = tmp_path / "run" / "before-spike"
+    paths = checkpoint_folder.list_newest_first(before)
+    assert [path.name for path in paths] == aside
+    for path in paths:
+        assert lines[-1].endswith(f" {path} is from before it, and stays")
         shutil.rmtree(tmp_path / "run" / "checkpoints")
-        resumed = running.plan(texts, tmp_path / "again", **OPTIONS)
-        assert loop.run(resumed, resume=str(kept_aside[0])).stopped == "done"
+        assert loop.run(running.plan(texts, tmp_path / "again", **OPTIONS), resume=str(path)).stopped == "done"
+
+
+def test_what_is_from_before_a_spike_stays_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With links or copies; an older one stays, a later one of a course that was left goes; a full disk leaves none."""
+    paths = [tmp_path / "checkpoints" / f"step-00000{step}" for step in (1, 2, 3)]
+    for path in paths:
+        path.mkdir(parents=True)
+        (path / "shard").write_text(path.name)
+    calls: list[int] = []
+    monkeypatch.setattr(Path, "hardlink_to", lambda *_: (_ for _ in ()).throw(OSError("no links")))
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "copyfile", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            checkpoint_folder.keep_aside(paths[1], lambda: None)
+    before = tmp_path / "before-spike"
+    assert not list(before.iterdir())
+    target = checkpoint_folder.keep_aside(paths[1], lambda: calls.append(1))
+    assert target == before / "step-000002" and (target / "shard").read_text() == "step-000002" and len(calls) == 1
+    monkeypatch.undo()
+    assert checkpoint_folder.keep_aside(paths[2], lambda: None) == target
+    first = checkpoint_folder.keep_aside(paths[0], lambda: None)
+    assert [path.name for path in before.iterdir()] == ["step-000001"] and (first / "shard").samefile(
+        paths[0] / "shard"
+    )
 
 
 def test_a_row_of_bad_steps_goes_back_too_and_ends_the_run_when_nothing_is_left(

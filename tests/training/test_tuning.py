@@ -171,7 +171,7 @@ def test_rows_of_another_make_are_no_place_to_go_on(files: Path) -> None:
 def test_a_warm_up_longer_than_the_epochs_is_refused_and_one_that_follows_is_not(files: Path) -> None:
     with pytest.raises(PlanError, match=r"recipe.warmup_steps=600 exceeds the \d+ steps of recipe.epochs=1"):
         loop.run(plan(files, "recipe.epochs=1", "recipe.warmup_steps=600"))
-    assert Recipe(epochs=2).over(48).warmup == 0
+    assert Recipe(epochs=2).over(48).rising_steps == 0
     with pytest.raises(PlanError, match=r"recipe.epochs with recipe.batch_ramp"):
         Recipe(epochs=2, batch_ramp=(BatchStage(tokens=9, global_batch=64),))
 

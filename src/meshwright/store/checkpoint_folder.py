@@ -330,15 +330,30 @@ def remove_surplus(folder: Path, step: int, keep_last: int, uploading: int | Non
     _remove(folder.glob(_PARTS + "*"))
 
 
-def keep_aside(path: Path) -> Path:
-    """Link a checkpoint into BEFORE_SPIKE, where no save removes it, unless one is there. Raises OSError."""
+def keep_aside(path: Path, begun: Callable[[], None]) -> Path:
+    """Link a checkpoint into BEFORE_SPIKE, where no save removes it, unless one as old is there. Returns its path.
+
+    `begun` is called before each file: a file system without links copies them. Raises OSError.
+    """
     aside = path.parent.with_name(BEFORE_SPIKE)
-    if not (earlier := list_newest_first(aside)):
-        fresh = aside / f".{path.name}"
+    later = list_newest_first(aside)
+    if later and step_of(later[-1]) <= step_of(path):
+        return later[-1]
+    fresh = aside / f"{_SAVING}{path.name}"
+    shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        fresh.mkdir(parents=True)
+        for file in path.iterdir():
+            begun()
+            link_file(file, fresh / file.name)
+        sync_folder(fresh)
+        target = fresh.rename(aside / path.name)
+        sync_folder(aside)
+    except OSError:
         shutil.rmtree(fresh, ignore_errors=True)
-        shutil.copytree(path, fresh, copy_function=link_file)
-        earlier = [fresh.rename(aside / path.name)]
-    return earlier[0]
+        raise
+    _remove(later)  # of a course that was left for one from before it
+    return target
 
 
 def remove_older_parts(folder: Path, step: int, uploading: int | None) -> None:

@@ -38,10 +38,10 @@ def replace_file(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def link_file(source: Path | str, target: Path | str) -> None:
+def link_file(source: Path, target: Path) -> None:
     """Make a second name for a file that nobody changes, or a copy on a file system without links. Raises OSError."""
     try:
-        os.link(source, target)
+        target.hardlink_to(source)
     except OSError:
         shutil.copyfile(source, target)
 

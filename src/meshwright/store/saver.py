@@ -170,7 +170,8 @@ class Saver:
     Args:
         group: A group of all ranks used for nothing else (`mesh.saving_group`). None = write at once.
         saved: Called with (step, path) after each commit, by the thread that calls the methods.
-        stored: Called with the step of each uploaded checkpoint, by the same thread.
+        stored: Called with the step of the newest checkpoint in the store, by the same thread. One that another soon
+            follows may be left out.
         begun: Called before each tensor is written, by the threads that write.
         mirror: Uploads what was saved. None = checkpoints stay in `folder`.
         sharing: The ranks that see `folder`, where machines share none.

@@ -291,11 +291,13 @@ def check_space(plan: Plan) -> str | None:
     best = 1 if plan.data.validation else 0
     saves = -(-recipe.steps // recipe.checkpoint_every) if recipe.checkpoint_every else 1
     # One more than are retained: a new checkpoint is complete before the oldest is removed.
-    most = min(saves, recipe.keep_last + best + 1)
+    spike = 1 if recipe.rollback_spikes else 0
+    most = min(saves, recipe.keep_last + best + spike + 1)
     needed = OTHER_BYTES + most * size - sum(saved.size_bytes for saved in saved_checkpoints)
     if free >= needed:
         return None
     return (
         f"the disk of {run} has {gib(free)} free, and up to {many(most, 'checkpoint')} of {gib(size)} are there at "
-        f"once (recipe.keep_last={recipe.keep_last}, the best, the one being written): it may fill up before the end"
+        f"once (recipe.keep_last={recipe.keep_last}, the best, {'that from before a spike, ' * spike}the one being "
+        "written): it may fill up before the end"
     )

@@ -144,12 +144,13 @@ def check_values(plan: Plan, corpus: Corpus, values: dict[str, Any], checkpoint_
     for what, (saved, planned) in positions.items():
         if saved != planned:
             raise _position_error(checkpoint_path, f"{what}={saved}", f"{what}={planned}")
-    # A checkpoint of an older version does not say its precision, and is refused when it is read.
+    # An older checkpoint records no precision, and another one is refused when its tensors are read.
     for key, default in {"precision": recipe.precision, **STATE_KEYS}.items():
         saved, planned = values.get(key, default), getattr(recipe, key)
         if saved != planned:
+            what = "weights" if key == "precision" else "optimizer states"
             raise CheckpointError(
-                f"{checkpoint_path} holds weights and optimizer states of recipe.{key}={saved}, and the plan has "
+                f"{checkpoint_path} holds {what} of recipe.{key}={saved}, and the plan has "
                 f"recipe.{key}={planned}: take recipe.{key}={saved}, or start a new run from its export"
             )
     if values["data"] != corpus.fingerprint:

@@ -239,7 +239,7 @@ class Trainer:
             balance_loss=recipe.balance_loss,
             scaler=self.state.scaler,
             skipper=self.state.skipper,
-            spike_factor=recipe.skip_spikes if step > recipe.warmup else 0.0,
+            spike_factor=recipe.skip_spikes if step > recipe.rising_steps else 0.0,
             measure_noise=bool(recipe.noise_scale_every) and step % recipe.noise_scale_every == 0,
             before_update=self.ledger.look,
             objective=self.task.objective,
@@ -295,7 +295,7 @@ class Trainer:
         )
         self._last_loss = metrics.loss
         # The loss of a warm-up may rise.
-        if recipe.rollback_spikes and pending.step > recipe.warmup:
+        if recipe.rollback_spikes and pending.step > recipe.rising_steps:
             self._spike = self.state.spikes.judge(pending.step, metrics.loss) or self._spike
         log.append(numbers(metrics))
         while self.pulse.slow_ranks:
@@ -373,12 +373,14 @@ class Trainer:
             if spike.error is not None:
                 raise spike.error()
             self.state.spikes.accept()
+            whole = [folder / saved.name for saved in checkpoints if saved.step < spike.begun and not saved.problem]
             remains = ""
-            if self.is_rank_zero and earlier and rollbacks > most:
+            if self.is_rank_zero and whole and rollbacks > most:
                 try:
-                    remains = f". {checkpoint_folder.keep_aside(earlier[0])} is from before it, and stays"
+                    remains = f". {checkpoint_folder.keep_aside(whole[-1], begun)} is from before it, and stays"
                 except OSError as error:
-                    remains = f". {earlier[0]} is from before it: copy it, since later saves remove it ({error})"
+                    reason = (error.strerror or str(error)).lower()
+                    remains = f". {whole[-1]} is from before it: copy it, since later saves remove it ({reason})"
             self._warn(f"{spike.words}: {why}, and the run goes on (recipe.rollback_spikes){remains}")
             return False
         # A step under way on a GPU belongs to what is abandoned.

@@ -16,11 +16,11 @@ from meshwright.planner.rent.goodput import (
     asked_conditions,
     best_interval,
     expected_wall_s,
+    mean_wait,
     rare_interval,
     saves_of,
     simulate,
     time_run,
-    waits,
 )
 from tests.planner.rent.intervals import daly, young
 
@@ -108,13 +108,13 @@ def test_published_rates() -> None:
 def test_waits_of_a_long_run_are_erlangs_loss_formula() -> None:
     """Values of the usual tables: 10 places lose 1.84 % of a load of 5; 1 place loses load / (1 + load)."""
     for places, load, lost in ((10, 5.0, 0.0184), (1, 0.5, 1 / 3)):
-        waited = waits(places - 1, load, 1e5) / 1e5
+        waited = mean_wait(places - 1, load, 1e5) / 1e5
         assert waited / (1 + waited) == pytest.approx(lost, abs=1e-4)
 
 
 @settings(max_examples=60, deadline=None)
-@given(spares=st.integers(0, 20), load=st.floats(0.01, 40), repairs=st.floats(0.02, 30))
-def test_waits_of_any_run_are_those_of_the_markov_chain(spares: int, load: float, repairs: float) -> None:
+@given(spares=st.integers(0, 20), load=st.floats(0.01, 40), length=st.floats(0.02, 30))
+def test_waits_of_any_run_are_those_of_the_markov_chain(spares: int, load: float, length: float) -> None:
     """The exponential of the chain's matrix, with one state more that counts the time in the last."""
     chain = torch.zeros(spares + 2, spares + 2, dtype=torch.float64)
     for number in range(spares + 1):
@@ -123,8 +123,8 @@ def test_waits_of_any_run_are_those_of_the_markov_chain(spares: int, load: float
                 chain[number, other] += rate
                 chain[number, number] -= rate
     chain[spares, spares + 1] = 1.0
-    waited = load / (spares + 1) * torch.matrix_exp(chain * repairs)[0, spares + 1].item()
-    assert waits(spares, load, repairs) == pytest.approx(waited, rel=0.03, abs=0.01 * repairs)
+    waited = load / (spares + 1) * torch.matrix_exp(chain * length)[0, spares + 1].item()
+    assert mean_wait(spares, load, length) == pytest.approx(waited, rel=0.03, abs=0.01 * length)
 
 
 @pytest.mark.parametrize("hours", [3, 15, 48])

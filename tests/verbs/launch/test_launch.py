@@ -245,6 +245,40 @@ def test_nodes_that_meet_in_a_store_share_no_volume(capsys: pytest.CaptureFixtur
     assert "store" in yaml.safe_load(text)
 
 
+def test_what_a_start_encodes_is_there_at_the_next_where_a_volume_lasts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The script runs here, with torchrun replaced by one that tells the variable. The user's setting wins."""
+    volume, text = tmp_path / "volume", {}
+    for to, words in (("skypilot", []), ("slurm", []), ("skypilot", ["store=s3://bucket/a"])):
+        folder = tmp_path / f"{len(text)}"
+        written(capsys, to, folder, *BIG, "cluster.nodes=1", "layout.dp_shard=8", f"run={volume}/a", *words)
+        environment = stand_in(tmp_path / "bin", "torchrun", 'echo "cache ${XDG_CACHE_HOME:-none}"')
+        environment.pop("XDG_CACHE_HOME", None)
+        for setting in ({}, {"XDG_CACHE_HOME": "/mine"}):
+            ended = subprocess.run(
+                ["bash", folder / "launch.sh"], env=environment | setting, capture_output=True, text=True, check=False
+            )
+            text[to, *words, *setting] = ended.stdout.strip()
+    assert text["skypilot",] == f"cache {volume}/.cache" and text["slurm",] == "cache none"
+    assert text["skypilot", "store=s3://bucket/a"] == "cache none"
+    assert text["skypilot", "XDG_CACHE_HOME"] == "cache /mine"
+
+
+def test_lines_of_several_nodes_are_told_apart(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for nodes in (1, 4):
+        written(capsys, "slurm", tmp_path / f"{nodes}", *BIG, f"cluster.nodes={nodes}", f"layout.dp_shard={8 * nodes}")
+        assert (" --label " in (tmp_path / f"{nodes}" / "launch.sbatch").read_text()) == (nodes > 1)
+
+
+def test_nodes_without_a_volume_may_be_asked_for_room(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    written(capsys, "kubernetes", tmp_path / "job", *BIG, "store=s3://bucket/a")
+    _, jobset = yaml.safe_load_all(switched_on((tmp_path / "job" / "jobset.yaml").read_text()))
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    [size] = (volume["emptyDir"]["sizeLimit"] for volume in pod["volumes"] if volume["name"] == "run")
+    assert pod["containers"][0]["resources"]["requests"] == {"ephemeral-storage": size}
+
+
 def test_a_task_is_one_that_skypilot_reads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sky = pytest.importorskip("sky")
     written(capsys, "skypilot", tmp_path / "job", *BIG, "cluster=a100-80x8", "cluster.nodes=4")

@@ -226,7 +226,7 @@ def test_the_saved_plan_has_the_steps_of_the_budget(tmp_path: Path, capsys: pyte
     file = tmp_path / "plan.yaml"
     assert main([*ONE, "--tokens", "1B", "--save", str(file)]) == 0
     assert planfile.read(file).recipe.steps == -(-(10**9) // (64 * 4096))
-    assert planfile.read(file, ["recipe.steps=2"]).recipe.warmup == 0  # it follows
+    assert planfile.read(file, ["recipe.steps=2"]).recipe.rising_steps == 0  # it follows
     assert "3,815 steps" in capsys.readouterr().out
 
 

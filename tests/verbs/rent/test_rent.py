@@ -147,6 +147,9 @@ def test_what_keeps_the_limits_likely_is_named_beside_what_does_on_average(capsy
     hours, usd = front[0]["wall_seconds"] / 3600 + 0.01, front[-1]["usd"] + 0.01
     assert main([*ASKED, "--deadline", f"{hours}h", "--budget", str(usd)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
+    answer = document([*ASKED, "--deadline", f"{hours}h", "--budget", str(usd), "--json"], capsys)
+    for row in (answer["likely_in_time"], answer["likely_in_budget"]):
+        assert row["usd"] <= usd and row["wall_seconds"] <= 3600 * hours
     for limit, head, average in (("time", "CHEAPEST", front[0]), ("budget", "FASTEST", front[-1])):
         mean, _, likely = printed.partition(f"{head} ")[2].partition(f"LIKELY IN {limit.upper()}: ")
         assert f"{average['nodes']} node" in mean or f": {average['devices']} " in mean
@@ -158,7 +161,7 @@ def test_failures_that_let_no_run_end(capsys: Capture) -> None:
     words = ["rent", "llama-3.2-1b", "--tokens", "1T", "--devices", "h100", "--nodes", "32,64", "--quick"]
     assert main([*words, "--mtbf", "1"]) == 3
     error = capsys.readouterr().err
-    assert "takes longer than 1 year on each of " in error and "--mtbf of one device, not of the cluster" in error
+    assert " with a failure every 1 h of a device: give --mtbf of one device, not of the cluster" in error
 
 
 def test_a_deadline_and_a_budget_that_no_run_meets_together(capsys: Capture) -> None:

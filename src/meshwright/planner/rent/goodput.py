@@ -131,30 +131,30 @@ def saves_of(
     return Saves(total_bytes=total_bytes, stall_s=stall_s, write_s=write_s)
 
 
-def waits(spares: int, load: float, repairs: float) -> float:
-    """Return the mean wait for missing nodes of a run without failures at its start. Times are in repair times.
+def mean_wait(spares: int, load: float, length: float) -> float:
+    """Return the mean wait for missing nodes of a run that starts with all nodes working, in repair times.
 
-    `repairs`: time of the run without these waits. `load`: mean number of nodes that fail in a repair time. A failure
-    without a spare waits for the first of spares + 1 nodes under repair, and no node fails meanwhile. So in time
-    without waits, the number under repair is that of Erlang's loss system with a place per spare. The time in which
-    all places are taken has a Laplace transform in closed form, inverted at `repairs` (H. Stehfest, Numerical inversion
-    of Laplace transforms, Communications of the ACM 13, 1970).
+    `length`: time of the run without these waits, in repair times. `load`: mean number of nodes that fail in one. A
+    failure without a spare waits for the first of spares + 1 nodes under repair, and no node fails meanwhile. So in
+    time without waits, the number under repair is that of Erlang's loss system with a place per spare. The time in
+    which all places are taken has a Laplace transform in closed form, inverted at `length` (H. Stehfest, Algorithm 368,
+    Communications of the ACM 13 (1), 1970).
     """
-    full = 0.0
+    blocked = 0.0
     for number, weight in enumerate(STEHFEST, 1):
-        rate = number * log(2) / repairs
+        rate = number * log(2) / length
         passage, reached = 0.0, 1.0  # transforms of the times from one place less to this number, and from none
         for taken in range(spares):
             passage = load / (load + rate + taken * (1 - passage))
             reached *= passage
-        full += weight * reached / (rate + spares * (1 - passage)) / number
-    return load / (spares + 1) * max(0.0, full)
+        blocked += weight * reached / (rate + spares * (1 - passage)) / number
+    return load / (spares + 1) * max(0.0, blocked)
 
 
-def _stehfest(number: int) -> Iterator[float]:
+def _stehfest(points: int) -> Iterator[float]:
     """Yield the weights of an even number of points."""
-    half = number // 2
-    for n in range(1, number + 1):
+    half = points // 2
+    for n in range(1, points + 1):
         yield (-1) ** (half + n) * sum(
             Fraction(k**half * factorial(2 * k), factorial(half - k) * factorial(k) * factorial(k - 1))
             / (factorial(n - k) * factorial(2 * k - n))
@@ -163,7 +163,8 @@ def _stehfest(number: int) -> Iterator[float]:
 
 
 STEHFEST = tuple(map(float, _stehfest(14)))
-NEVER = 1000
+"""Weights up to 1e9 of terms that nearly cancel: with more points, double precision loses more than they add."""
+ENDLESS_RATIO = 1000
 """Time with failures over time without, from which a run is taken never to end."""
 MOST_SPARES = 64
 MOST_SHARE = 8
@@ -277,8 +278,8 @@ class RunTiming:
 
     @property
     def is_endless(self) -> bool:
-        """True if failures leave the run no progress: it takes NEVER times as long as without them."""
-        return self.running_s > NEVER * self.work_s
+        """True if failures leave the run no progress: it takes ENDLESS_RATIO times as long as without them."""
+        return self.running_s > ENDLESS_RATIO * self.work_s
 
     @property
     def failures(self) -> float:
@@ -292,7 +293,7 @@ class RunTiming:
         if not self.hardware or not self.repair_s or running_s == inf:
             return 0.0
         load = self.hardware * self.repair_s / self.mtbf_s
-        return self.repair_s * waits(self.spares, load, running_s / self.repair_s)
+        return self.repair_s * mean_wait(self.spares, load, running_s / self.repair_s)
 
     @property
     def wall_s(self) -> float:
@@ -316,7 +317,7 @@ class RunTiming:
             "saves": saves_s,
             "lost work": ended * self.mtbf_s - self.work_s - saves_s,
             "restarts": ended * self.mtbf_s * expm1(self.restart_s / self.mtbf_s),
-            "missing nodes": self.wall_s - self.start_s - self.running_s,
+            "missing nodes": self.waiting_s,
             "start": self.start_s,
         }
 
@@ -402,7 +403,7 @@ RUNS = 200
 MOST_EVENTS = 40_000
 """Failures that are simulated for one answer. A long run is simulated less often, at least FEWEST times."""
 FEWEST = 20
-ENDLESS = 1e6
+ENDLESS_FAILURES = 1e6
 """Failures of a run beyond which it is taken to make no progress."""
 
 
@@ -448,7 +449,7 @@ class _SimulatedRun:
 
     def play(self) -> tuple[float, int]:
         """Return the seconds and the failures of the run. Infinite seconds = it makes no progress."""
-        while self.failures < ENDLESS:
+        while self.failures < ENDLESS_FAILURES:
             left_s = max(0.0, self.timing.work_s - self.done_s)
             # Each interval ends with a save.
             needed_s = left_s + self.timing.save_s * left_s / self.timing.interval_s

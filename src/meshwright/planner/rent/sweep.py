@@ -65,7 +65,9 @@ class Swept:
     dominated: int = 0
     """Clusters that cannot be on the front: not searched, or no layout was good enough."""
     too_long: int = 0
-    """Clusters that take longer than LONGEST_S at best."""
+    """Clusters on which the run takes longer than the limit, failures included."""
+    endless: int = 0
+    """Those of them on which failures leave the run no progress."""
     unfit: list[str] = field(default_factory=list)
     """Clusters on which nothing fits with memory to spare, as `h100x8 x 1`."""
 
@@ -155,6 +157,7 @@ class _Sweep:
             # The search bounds the steps alone. Failures may stretch them beyond the limit, or leave no progress.
             if run.wall_s > self.request.longest_s:
                 self.swept.too_long += 1
+                self.swept.endless += run.timing.is_endless
             else:
                 self.swept.runs.append(run)
         elif too_large:

@@ -132,7 +132,7 @@ class Recipe:
     learning_rate_schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Decay of the rate after warm-up; wsd: warm-up, stable, then decay over the last decay_steps."""
     warmup_steps: int = -1
-    """Steps over which the rate rises from 0; -1 = a tenth of the steps up to 20, then a hundredth up to 2,000."""
+    """Steps over which the rate rises from 0; -1 = a hundredth of them within 20 and 2,000, at most a tenth."""
     decay_steps: int = 0
     """Steps of the final decay of wsd; 0 = a fifth of the steps."""
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -282,11 +282,11 @@ class Recipe:
         return TRAITS[self.objective]
 
     @property
-    def warmup(self) -> int:
-        """Steps over which the rate rises. 2,000 of a long run is what Llama 2 (arXiv:2307.09288) and OLMo 2 took."""
+    def rising_steps(self) -> int:
+        """Steps over which the rate rises. Llama 2 (arXiv:2307.09288) and OLMo 2 (arXiv:2501.00656) took 2,000."""
         if self.warmup_steps >= 0:
             return self.warmup_steps
-        return max(min(20, self.steps // 10), min(2000, self.steps // 100))
+        return min(self.steps // 10, max(20, min(2000, self.steps // 100)))
 
     @property
     def storage(self) -> StateStorage:

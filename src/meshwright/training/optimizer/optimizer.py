@@ -428,8 +428,8 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     cosine (Loshchilov and Hutter 2017) and linear fall over all steps after the warm-up. wsd (warm-up, stable, decay;
     Hu et al. 2024, arXiv:2404.06395) falls linearly over the last decay_steps.
     """
-    if step <= recipe.warmup:
-        return recipe.learning_rate * step / recipe.warmup
+    if step <= recipe.rising_steps:
+        return recipe.learning_rate * step / recipe.rising_steps
     return recipe.learning_rate * _share(recipe, step)
 
 
@@ -437,7 +437,7 @@ def _share(recipe: Recipe, step: int) -> float:
     floor = recipe.min_learning_rate_ratio
     if recipe.learning_rate_schedule == "constant":
         return 1.0
-    first = recipe.warmup
+    first = recipe.rising_steps
     if recipe.learning_rate_schedule == "wsd":
         first = max(first, recipe.steps - (recipe.decay_steps or max(1, recipe.steps // 5)))
         if step <= first:

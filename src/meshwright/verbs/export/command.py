@@ -32,7 +32,7 @@ def export(
     if out.suffix == ".gguf":
         written = write_gguf_file(run, out, dtype, checkpoint, adapter=adapter)
         if json:
-            print_json(written)
+            print_json(written | {"out": shown_path(out)})
         else:
             print(f"{shown_path(out)}: {written['bytes']:,} bytes of {source}, for llama.cpp and what is built on it")
             if written["note"]:

@@ -55,8 +55,8 @@ SKY_NAMES = (
 )  # fmt: skip
 """Name of a device -> SkyPilot's name of its accelerator, where they differ."""
 SETUP = "# Yours, where your package index has no such version: the path of a wheel, or of a clone in this folder.\n"
-SHORT_WARMUP = 10
-"""A warm-up this many times as short as the default is noted. Llama 3 405B: 8,000 steps (arXiv:2407.21783, 3.4.1)."""
+SHORT_WARMUP = 0.1
+"""Share of the default warm-up below which a note is printed."""
 RENDEZVOUS = (
     '--rdzv_id "${RUN##*/}" --rdzv_backend c10d --rdzv_endpoint "$HEAD:$PORT" \\\n'
     '    --rdzv_conf "is_host=$([ "$NODE_RANK" = 0 ] && echo true || echo false)"'
@@ -81,8 +81,7 @@ class Job:
     def texts(self, to: str) -> dict[str, str]:
         """Return the text of each file but plan.yaml, by name."""
         # Nodes are new at each start, and only the volume lasts.
-        cache = str(Path(self.plan.run).parent / "cache") if to != "slurm" and not self.plan.store.url else ""
-        script = self._node_script(cache)
+        script = self._node_script(has_volume=to != "slurm" and not self.plan.store.url)
         if to == "slurm":
             return {"launch.sh": script, "launch.sbatch": self._slurm_job()}
         if to == "skypilot":
@@ -150,13 +149,13 @@ class Job:
         machines = f"{many(cluster.nodes, 'node')} x {cluster.devices_per_node} {cluster.device.name}"
         return f"Written by meshwright launch: {self.plan.model.name} on {machines}"
 
-    def _node_script(self, cache: str) -> str:
+    def _node_script(self, *, has_volume: bool) -> str:
         rendezvous = RENDEZVOUS if self.plan.cluster.nodes > 1 else "--standalone"
-        exports = "\n".join(self._exports(cache))
+        exports = "\n".join(self._exports(has_volume=has_volume))
         words = {"run": shlex.quote(self.plan.run), "rendezvous": rendezvous, "exports": exports}
         return _fill("launch.sh", {"head": "\n".join(node_head(self.plan, self._title)), **words})
 
-    def _exports(self, cache: str) -> Iterator[str]:
+    def _exports(self, *, has_volume: bool) -> Iterator[str]:
         """Yield environment variables that the user has not set, each below its reason."""
         is_gpu = self.plan.cluster.device.is_gpu
         reasons = {
@@ -164,8 +163,10 @@ class Job:
             f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={self.grace_s}": "torchrun kills its workers 30 s after SIGTERM, which "
             "may be too soon for a step and a save.",
         }
-        if cache:
-            reasons[f"XDG_CACHE_HOME={cache}"] = "Encoded text and models of the Hub are there at the next start too."
+        if has_volume:
+            reasons["XDG_CACHE_HOME=${RUN%/*}/.cache"] = (
+                "Encoded text and models of the Hub are there at the next start too."
+            )
         if is_gpu:
             reasons["NCCL_DEBUG=WARN"] = "NCCL names the cause of an error. Else it is `unhandled system error`."
         for word, reason in reasons.items():
@@ -324,7 +325,8 @@ def _job(parsed: Plan, to: str, folder: Path, grace: int | None, image: str) -> 
     # Twice the planned time, and a minute: a store may be busy, and a signal up to a minute early.
     counted_s = step_s + saves.stall_s + saves.write_s + (upload_s if plan.store.url else 0.0)
     counted = 60 * math.ceil(1 + 2 * counted_s / 60)
-    checkpoints = plan.recipe.keep_last + 2  # the best, and the one that is being written
+    # In addition the best, the one that is being written, and perhaps one from before a spike.
+    checkpoints = plan.recipe.keep_last + 2 + bool(plan.recipe.rollback_spikes)
     return Job(
         plan=replace(plan, run=str(run)),
         name=name,
@@ -347,8 +349,9 @@ def _notes(job: Job, to: str, folder: Path) -> Iterator[str]:
     recipe, steps = plan.recipe, plan.recipe.over(0, None).steps
     if plan.data.path == STDLIB and not plan.data.sources:
         yield "it trains on the built-in text: data=PATH names yours, and data.tokenizer the model's tokenizer"
-    if 0 < recipe.warmup_steps * SHORT_WARMUP < replace(recipe, steps=steps, warmup_steps=-1).warmup:
-        yield f"recipe.warmup_steps={recipe.warmup_steps} is short for {steps:,} steps: Llama 3 405B took 8,000"
+    default = replace(recipe, steps=steps, warmup_steps=-1).rising_steps
+    if 0 < recipe.warmup_steps < SHORT_WARMUP * default:
+        yield f"recipe.warmup_steps={recipe.warmup_steps} is short for {steps:,} steps: the default is {default:,}"
     if job.is_named_after_model and to != "slurm":
         yield f"run and job are named after the model: run={Path(plan.run).parent}/NAME keeps a second experiment apart"
     if urls := [url for url in job.urls if url != plan.store.url]:

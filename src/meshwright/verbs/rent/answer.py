@@ -13,7 +13,7 @@ from meshwright.interface.planning.plan_request import requested_plan
 from meshwright.planner.explain import words_of
 from meshwright.planner.rent import prices as price_tables
 from meshwright.planner.rent.clusters import NODES, lacks, left_out
-from meshwright.planner.rent.goodput import LLAMA_3, MOST_NODES, asked_conditions
+from meshwright.planner.rent.goodput import MOST_NODES, asked_conditions
 from meshwright.planner.rent.prices import Prices
 from meshwright.planner.rent.run_on import RentedRun, days, plain, three
 from meshwright.planner.rent.served_on import RentedServing, SweptServing, sweep_serving
@@ -25,6 +25,8 @@ from meshwright.spec.units import count, many
 from meshwright.verbs.plan_serve.answer import asked_load
 
 DAY_S = 86_400.0
+LIKELY = 0.9
+"""Probability of what is likely."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -55,6 +57,30 @@ class RentAnswer(Answer):
     def fastest(self) -> RentedRun | None:
         """The fastest run within the budget, on average. None = none is."""
         return next((run for run in reversed(self.front) if run.usd <= self.budget_usd), None)
+
+    @property
+    def likely_in_time(self) -> RentedRun | None:
+        """The cheapest run that likely ends before the deadline, and on average is within the budget.
+
+        None = none does, or there is no deadline.
+        """
+        runs = [run for run in self.front if run.usd <= self.budget_usd] if self.deadline_s < float("inf") else []
+        return next((run for run in runs if run.ends_within(self.deadline_s) >= LIKELY), None)
+
+    @property
+    def likely_in_budget(self) -> RentedRun | None:
+        """The fastest run that likely is within the budget, and on average ends before the deadline.
+
+        None = none is, or there is no budget.
+        """
+        runs = [run for run in self.front if run.wall_s <= self.deadline_s] if self.budget_usd < float("inf") else []
+        return next((run for run in reversed(runs) if run.costs_at_most(self.budget_usd) >= LIKELY), None)
+
+    @property
+    def named(self) -> tuple[RentedRun, ...]:
+        """The runs of the verdicts."""
+        runs = (self.cheapest, self.likely_in_time, self.fastest, self.likely_in_budget)
+        return tuple(run for run in runs if run is not None)
 
     @property
     def meets(self) -> bool:
@@ -112,6 +138,8 @@ class RentAnswer(Answer):
             "budget_usd": _finite(self.budget_usd),
             "cheapest": self._row(self.cheapest),
             "fastest": self._row(self.fastest),
+            "likely_in_time": self._row(self.likely_in_time),
+            "likely_in_budget": self._row(self.likely_in_budget),
             "front": self.rows(),
             "dominated": [self._row(run) for run in swept.runs if run not in swept.front],
             "clusters": {
@@ -305,12 +333,16 @@ def _no_run(asked: RentRequest, swept: Swept) -> DoesNotFit:
     name, years = asked.plan.model.name, many(round(asked.longest_s / LONGEST_S), "year")
     # With no run at all, each cluster either lacks memory or takes too long.
     slow, unfit = swept.clusters - len(swept.unfit), len(swept.unfit)
+    if swept.endless:
+        rate = f"a failure every {asked.conditions.mtbf_device_hours:,.3g} h of a device"
+        return DoesNotFit(
+            f"{name} on {count(asked.tokens)} tokens makes no progress on {many(swept.endless, 'cluster')} with "
+            f"{rate}: give {argument('mtbf')} of one device, not of the cluster"
+        )
     if slow and not unfit:
-        is_frequent = asked.conditions.mtbf_device_hours < LLAMA_3.mtbf_device_hours
-        often = f", or give {argument('mtbf')} of one device, not of the cluster" if is_frequent else ""
         return DoesNotFit(
             f"{name} on {count(asked.tokens)} tokens takes longer than {years} on each of {slow} clusters: take fewer "
-            f"tokens, more nodes, or a later deadline{often}"
+            "tokens, more nodes, or a later deadline"
         )
     also = f", and takes longer than {years} on the other {slow}" if slow else ""
     return DoesNotFit(

@@ -19,8 +19,6 @@ Row = TypeVar("Row", RentedRun, RentedServing)
 
 FEW = 0.01
 """Failures, and a probability, below which no figure is printed."""
-SURE = 0.9
-"""Probability to keep a limit below which a run that keeps it more likely is named as well."""
 LIMITS = 2
 """Number of scaling limits named in a row."""
 TWO = 0.1
@@ -63,30 +61,29 @@ def verdicts(answer: RentAnswer) -> Iterator[str]:
         nearest = min(answer.front, key=lambda run: run.wall_s)
         yield f"NONE{asked}: the fastest takes {nearest.days} ({nearest.title})."
     else:
-        ranked = [run for run in answer.front if run.usd <= budget]
-        yield from _verdict(f"CHEAPEST{asked}", best, "time", ranked, lambda run: run.ends_within(limit_s))
+        yield from _verdict(
+            "CHEAPEST", asked, best, answer.likely_in_time, "time", lambda run: run.ends_within(limit_s)
+        )
     asked = f" within ${budget:,.0f}" if budget < float("inf") else ""
     best = answer.fastest
     if best is None:
         nearest = answer.front[0]
         yield f"NONE{asked}: the cheapest costs {nearest.dollars} ({nearest.title})."
     else:
-        ranked = [run for run in answer.front[::-1] if run.wall_s <= limit_s]
-        yield from _verdict(f"FASTEST{asked}", best, "budget", ranked, lambda run: run.costs_at_most(budget))
+        likely = answer.likely_in_budget
+        yield from _verdict("FASTEST", asked, best, likely, "budget", lambda run: run.costs_at_most(budget))
 
 
 def _verdict(
-    head: str, best: RentedRun, limit: str, ranked: Sequence[RentedRun], chance: Callable[[RentedRun], float]
+    head: str, asked: str, best: RentedRun, likely: RentedRun | None, limit: str, chance: Callable[[RentedRun], float]
 ) -> Iterator[str]:
-    """Yield the best run on average, and the first of `ranked` that keeps the limit with a probability of SURE."""
-    if head.isupper():  # no limit was given
+    """Yield the best run on average, and another one that likely keeps the limit. `asked`: the limit. Empty = none."""
+    if not asked:
         yield f"{head}: {_run(best)}."
         return
-    yield f"{head}: {_run(best)}, in {limit} with {probability(chance(best), FEW)}."
-    if chance(best) >= SURE:
-        return
-    if sure := next((run for run in ranked if chance(run) >= SURE), None):
-        yield f"LIKELY IN {limit.upper()}: {_run(sure)}, in {limit} with {probability(chance(sure), FEW)}."
+    yield f"{head}{asked}: {_run(best)}, in {limit} with {probability(chance(best), FEW)}."
+    if likely not in (best, None):
+        yield f"LIKELY IN {limit.upper()}: {_run(likely)}, in {limit} with {probability(chance(likely), FEW)}."
 
 
 def _run(run: RentedRun) -> str:
@@ -96,8 +93,7 @@ def _run(run: RentedRun) -> str:
 
 def _front(answer: RentAnswer, *, every: bool) -> Iterator[str]:
     heads = ("bill", "time", "nodes x devices", "goodput", "energy", "fits", "stopped by")
-    recommended = (answer.cheapest, answer.fastest)
-    rows = answer.front if every else shown(answer.front, recommended, lambda run: (log(run.usd), log(run.wall_s)))
+    rows = answer.front if every else shown(answer.front, answer.named, lambda run: (log(run.usd), log(run.wall_s)))
     yield from _table((heads, *map(_cells, rows)), ">><>>><")
     yield from _left_out(len(answer.front) - len(rows))
 
@@ -173,8 +169,7 @@ def footnotes(answer: RentAnswer, *, every: bool = False) -> Iterator[str]:
         "Stopped by: shares of a step that more nodes do not shrink; batch: each data-parallel rank has one "
         "sequence; memory: layers recompute to fit."
     )
-    recommended = (run.prediction for run in (answer.cheapest, answer.fastest) if run is not None)
-    yield from dict.fromkeys(sentence for prediction in recommended for sentence in rate_caveats(prediction))
+    yield from dict.fromkeys(sentence for run in answer.named for sentence in rate_caveats(run.prediction))
     yield from _unpriced(answer.unpriced, every=every)
     yield from _left_out_devices(answer.left_out)
     yield (

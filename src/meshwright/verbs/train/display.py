@@ -126,7 +126,7 @@ class PlainDisplay(Display):
 
     def stored(self, step: int, url: str) -> None:
         """Print the URL of the store."""
-        self._print(f"{self._step(step)} is in {printable(url)}")
+        self._print(f"{self._step(step)} stored in {printable(url)}")
 
     def ended(self, summary: Summary) -> None:
         """Print the last line."""
@@ -347,7 +347,7 @@ class Panel:
         return pairs + [(label, value, "") for label, value in fields.extras(metrics, self.info)]
 
     def _sentences(self) -> list[Text]:
-        """Return whole lines: utilization, the last evaluation, the last checkpoint, that in the store."""
+        """Return whole lines: utilization, the last evaluation, the last checkpoint, the last one in the store."""
         lines = []
         if self.metrics is not None and (used := fields.utilization(self.metrics)):
             lines.append(_line("MFU", used.removeprefix("MFU "), ""))

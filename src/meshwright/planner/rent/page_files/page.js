@@ -101,13 +101,20 @@ function verdict(title, row, none, chance) {
 
 const chance = (share, words) => share === null || share === undefined ? null : `${words} with a probability of ${percent(share)}`;
 
+// The run that likely keeps a limit, where the best on average is another one.
+function likely(title, row, best, key, words) {
+  if (row && row.command !== best?.command) verdict(title, row, "", chance(row[key], words));
+}
+
 function verdicts() {
   const limit = SERVES ? DATA.latency_seconds : DATA.deadline_seconds;
   verdict("Cheapest" + (limit ? ` within ${time(limit)}${SERVES ? " per token" : ""}` : ""), DATA.cheapest,
     "nothing is fast enough", chance(DATA.cheapest?.deadline_probability, "in time"));
   if (SERVES) return;
+  likely("Likely in time", DATA.likely_in_time, DATA.cheapest, "deadline_probability", "in time");
   verdict("Fastest" + (DATA.budget_usd ? ` within ${dollars(DATA.budget_usd)}` : ""), DATA.fastest, "nothing is cheap enough",
     chance(DATA.fastest?.budget_probability, "in budget"));
+  likely("Likely in budget", DATA.likely_in_budget, DATA.fastest, "budget_probability", "in budget");
 }
 
 // 1, 2 and 5 times each power of ten: both axes are logarithms.
