@@ -42,7 +42,7 @@ MOST_LINES = 600
 MOST_MODULES = 20
 """Most modules of a folder, beside its __init__."""
 
-MOST_FILES, MOST_LINES_OF_ALL, LEAST_COMMENTS = 580, 118_450, 0.02
+MOST_FILES, MOST_LINES_OF_ALL, LEAST_COMMENTS = 580, 118_650, 0.02
 """Python files and lines of the whole package, and comments per line. 110,000 lines on 2026-11-28, 2,500 for the
 rest of the lectures, 4,450 (15 files) for weeks on many machines, and 200 for what a sweep's rows hold, torch's
 flight recorder and loops over parts of the keys: raise them with a reason."""
