@@ -99,7 +99,8 @@ function verdict(title, row, none, chance) {
     : `goodput ${percent(row.goodput)}` + (chance === null ? "" : `, ${chance}`), box);
 }
 
-const chance = (share, words) => share === null || share === undefined ? null : `${words} with a probability of ${percent(share)}`;
+const chance = (share, words) => share === null || share === undefined ? null
+  : `${words} with a probability ${share > 0.99 ? "above 99 %" : share < 0.01 ? "below 1 %" : `of ${percent(share)}`}`;
 
 // The run that likely keeps a limit, where the best on average is another one.
 function likely(title, row, best, key, words) {
