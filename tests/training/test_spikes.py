@@ -200,7 +200,7 @@ def test_without_a_rollback_the_run_goes_on(
 
 
 def test_what_is_from_before_a_spike_stays_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With links or copies; an older one stays, a later one of a course that was left goes; a full disk leaves none."""
+    """With links or copies. What is there already goes once the new one is whole; a full disk leaves nothing new."""
     paths = [tmp_path / "checkpoints" / f"step-00000{step}" for step in (1, 2, 3)]
     for path in paths:
         path.mkdir(parents=True)
@@ -216,11 +216,10 @@ def test_what_is_from_before_a_spike_stays_whole_or_not_at_all(tmp_path: Path, m
     target = checkpoint_folder.keep_aside(paths[1], lambda: calls.append(1))
     assert target == before / "step-000002" and (target / "shard").read_text() == "step-000002" and len(calls) == 1
     monkeypatch.undo()
-    assert checkpoint_folder.keep_aside(paths[2], lambda: None) == target
-    first = checkpoint_folder.keep_aside(paths[0], lambda: None)
-    assert [path.name for path in before.iterdir()] == ["step-000001"] and (first / "shard").samefile(
-        paths[0] / "shard"
-    )
+    (before / ".saving-step-000009").mkdir()  # of a process that was killed
+    for path in (paths[2], paths[2], paths[0]):
+        target = checkpoint_folder.keep_aside(path, lambda: None)
+        assert [entry.name for entry in before.iterdir()] == [path.name] and (target / "shard").samefile(path / "shard")
 
 
 def test_a_row_of_bad_steps_goes_back_too_and_ends_the_run_when_nothing_is_left(

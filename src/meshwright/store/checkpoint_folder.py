@@ -331,28 +331,27 @@ def remove_surplus(folder: Path, step: int, keep_last: int, uploading: int | Non
 
 
 def keep_aside(path: Path, begun: Callable[[], None]) -> Path:
-    """Link a checkpoint into BEFORE_SPIKE, where no save removes it, unless one as old is there. Returns its path.
+    """Link a checkpoint into BEFORE_SPIKE, where no save removes it, in place of an earlier one. Returns its path.
 
     `begun` is called before each file: a file system without links copies them. Raises OSError.
     """
     aside = path.parent.with_name(BEFORE_SPIKE)
-    later = list_newest_first(aside)
-    if later and step_of(later[-1]) <= step_of(path):
-        return later[-1]
-    fresh = aside / f"{_SAVING}{path.name}"
-    shutil.rmtree(fresh, ignore_errors=True)
+    fresh, target = aside / f"{_SAVING}{path.name}", aside / path.name
     try:
+        for unfinished in aside.glob(f"{_SAVING}*"):
+            shutil.rmtree(unfinished)
         fresh.mkdir(parents=True)
         for file in path.iterdir():
             begun()
             link_file(file, fresh / file.name)
         sync_folder(fresh)
-        target = fresh.rename(aside / path.name)
+        shutil.rmtree(target, ignore_errors=True)
+        fresh.rename(target)
         sync_folder(aside)
     except OSError:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
-    _remove(later)  # of a course that was left for one from before it
+    _remove(earlier for earlier in list_newest_first(aside) if earlier != target)
     return target
 
 

@@ -307,14 +307,13 @@ class Saver:
 
         Reports a save that succeeded to `saved`, and an upload to `stored`.
         """
-        self._report_upload()
         if self.mirror is not None and self.mirror.superseded is not None:
             return True
-        if self._flight is None or self.busy:
-            return False
-        if self._flight.outcome.exception() is not None:
-            return True
-        self._join()
+        if self._flight is not None and not self.busy:
+            if self._flight.outcome.exception() is not None:
+                return True
+            self._join()
+        self._report_upload()
         return False
 
     @property
@@ -385,7 +384,9 @@ class Saver:
 
     def _report_upload(self) -> None:
         step = None if self.mirror is None else self.mirror.committed
-        if step is not None and step != self._reported:
+        # A save in a thread is reported when its flight is joined, and its upload may have ended before.
+        is_in_flight = self._flight is not None and self._flight.step == step
+        if step is not None and step != self._reported and not is_in_flight:
             self._reported = step
             self.stored(step)
 

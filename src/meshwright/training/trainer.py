@@ -372,15 +372,16 @@ class Trainer:
         if path is None:
             if spike.error is not None:
                 raise spike.error()
-            self.state.spikes.accept()
             whole = [folder / saved.name for saved in checkpoints if saved.step < spike.begun and not saved.problem]
-            remains = ""
-            if self.is_rank_zero and whole and rollbacks > most:
+            remains, is_kept = "", False
+            if self.is_rank_zero and whole and rollbacks > most and not self.state.spikes.is_kept:
                 try:
                     remains = f". {checkpoint_folder.keep_aside(whole[-1], begun)} is from before it, and stays"
+                    is_kept = True
                 except OSError as error:
                     reason = (error.strerror or str(error)).lower()
                     remains = f". {whole[-1]} is from before it: copy it, since later saves remove it ({reason})"
+            self.state.spikes.accept(is_kept=is_kept)
             self._warn(f"{spike.words}: {why}, and the run goes on (recipe.rollback_spikes){remains}")
             return False
         # A step under way on a GPU belongs to what is abandoned.

@@ -279,7 +279,7 @@ class RunTiming:
     @property
     def is_endless(self) -> bool:
         """True if failures leave the run no progress: it takes ENDLESS_RATIO times as long as without them."""
-        return self.running_s > ENDLESS_RATIO * self.work_s
+        return self.running_s + self.waiting_s > ENDLESS_RATIO * self.work_s
 
     @property
     def failures(self) -> float:

@@ -45,6 +45,8 @@ class SpikeWatch:
     """First step of the row."""
     rollbacks: int = 0
     """Rollbacks of the run so far."""
+    is_kept: bool = False
+    """A checkpoint from before a spike that no rollback was left for is kept aside. Rank 0 knows."""
 
     @property
     def limit(self) -> float:
@@ -69,6 +71,6 @@ class SpikeWatch:
         words = f"the loss is {loss:.3f} and above {limit:.3f} since step {self.begun}"
         return Spike(begun=self.begun, words=words) if self.row >= SPIKE_STEPS else None
 
-    def accept(self) -> None:
+    def accept(self, *, is_kept: bool = False) -> None:
         """Take the loss as it is: later steps are compared with those from now on."""
-        self.losses, self.row = [], 0
+        self.losses, self.row, self.is_kept = [], 0, self.is_kept or is_kept

@@ -41,6 +41,7 @@ from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Budget, budget
 from meshwright.spec import Layout, Plan, Recipe
 from meshwright.spec.errors import ArgumentError, DoesNotFit, MeshwrightError, argument
+from meshwright.spec.units import duration
 
 if TYPE_CHECKING:
     from meshwright.planner.rent.goodput import Conditions, RunTiming
@@ -301,8 +302,11 @@ def plan(
         conditions=conditions,
     )  # fmt: skip
     if answer.timing is not None and answer.timing.is_endless:
-        rule = f"lets no run end: a failure of the cluster comes every {answer.timing.mtbf_s:.2g} s"
-        raise ArgumentError("mtbf", mtbf, rule, "give that of one device, not of the cluster")
+        timing = answer.timing
+        between, back = (duration(seconds) for seconds in (timing.mtbf_s, timing.repair_s))
+        rule = f"lets no run end: the cluster fails every {between}, and a node is back after {back}"
+        remedy = f"give {argument('mtbf')} of one device, not of the cluster, or more {argument('spares')}"
+        raise ArgumentError(*(("repair", repair) if mtbf is None else ("mtbf", mtbf)), rule, remedy)
     return answer
 
 

@@ -334,10 +334,11 @@ def _no_run(asked: RentRequest, swept: Swept) -> DoesNotFit:
     # With no run at all, each cluster either lacks memory or takes too long.
     slow, unfit = swept.clusters - len(swept.unfit), len(swept.unfit)
     if swept.endless:
-        rate = f"a failure every {asked.conditions.mtbf_device_hours:,.3g} h of a device"
+        rate = f"a failure every {asked.conditions.mtbf_device_hours:,g} h of a device"
         return DoesNotFit(
             f"{name} on {count(asked.tokens)} tokens makes no progress on {many(swept.endless, 'cluster')} with "
-            f"{rate}: give {argument('mtbf')} of one device, not of the cluster"
+            f"{rate}: give {argument('mtbf')} of one device, not of the cluster, less {argument('repair')}, or more "
+            f"{argument('spares')}"
         )
     if slow and not unfit:
         return DoesNotFit(
