@@ -8,7 +8,8 @@ what the step loop waited for one save: the first, which takes the memory for th
 `cpu` is the processor time of that wait in the thread that steps, which other processes on the machine do not change.
 `step` is the median step, while no save is under way and while one is. Writing is hashed and on disk (fsync) before a
 checkpoint counts, either way. `--store` adds asynchronous saves that are uploaded to an object store on this machine
-(needs the extra `drill`): uploads and server take processor time, and must not make a step wait for a save.
+(needs the extra `drill`). The server shares the processor with the steps, as a real one does not. So uploads are slowed
+down to UPLOAD_MBS: one is always under way, and takes little of the processor.
 """
 
 import argparse
@@ -44,6 +45,7 @@ from meshwright.verbs.drill import object_store
 TOKENS = 32
 """Of the one sequence that a rank trains on in a step: what is measured does not depend on it."""
 STEPS_BETWEEN = 4
+UPLOAD_MBS = 30.0
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ def on_rank(model: str, ranks: int, saves: int, way: str, folder: str, environme
     state, times = new_state(model, ranks), Times()
     mesh = state.engine.mesh
     group = None if way == "sync" else saving_group(mesh)
-    store = Store(url=f"s3://{object_store.BUCKET}/{ranks}") if way == "store" else None
+    store = Store(url=f"s3://{object_store.BUCKET}/{ranks}", bandwidth=UPLOAD_MBS) if way == "store" else None
     mirror = Mirror(store, Ownership(Location.open(store.url)), rank=mesh.rank, writers=ranks) if store else None
     tokens = torch.randint(0, state.engine.model.shape.vocab, (1, TOKENS))
     batch = Batch(tokens=tokens, targets=tokens, valid=TOKENS, valid_of_rows=(TOKENS,))
