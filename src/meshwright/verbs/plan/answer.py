@@ -306,7 +306,8 @@ def plan(
         between, back = (duration(seconds) for seconds in (timing.mtbf_s, timing.repair_s))
         rule = f"lets no run end: the cluster fails every {between}, and a node is back after {back}"
         remedy = f"give {argument('mtbf')} of one device, not of the cluster, or more {argument('spares')}"
-        raise ArgumentError(*(("repair", repair) if mtbf is None else ("mtbf", mtbf)), rule, remedy)
+        name, hours = ("repair", repair) if mtbf is None else ("mtbf", mtbf)
+        raise ArgumentError(name, hours, rule, remedy)
     return answer
 
 
