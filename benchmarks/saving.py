@@ -5,7 +5,7 @@
 A model with its optimizer (fp32: weights and two moments, 12 bytes a parameter) is trained on short random sequences by
 real Gloo processes of one thread each (ZeRO-1 from two on), and saved again and again, four steps apart. `blocked` is
 what the step loop waited for one save: the first, which takes the memory for the copy, and the median of the others.
-`cpu` is the processor time of that wait in the thread that steps, which other processes on the machine do not change.
+`cpu` is the processor time of that wait in the thread that steps, which other processes on the machine change little.
 `step` is the median step, while no save is under way and while one is. Writing is hashed and on disk (fsync) before a
 checkpoint counts, either way. `--store` adds asynchronous saves that are uploaded to an object store on this machine
 (needs the extra `drill`). The server shares the processor with the steps, as a real one does not. So uploads are slowed
@@ -46,6 +46,7 @@ TOKENS = 32
 """Of the one sequence that a rank trains on in a step: what is measured does not depend on it."""
 STEPS_BETWEEN = 4
 UPLOAD_MBS = 30.0
+"""Limit of uploads in MB/s, all ranks together."""
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class Times:
 
     blocked: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)
+    """Processor time of the thread that steps, in each save."""
     quiet: list[float] = field(default_factory=list)
     beside: list[float] = field(default_factory=list)
 

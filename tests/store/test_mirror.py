@@ -9,18 +9,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from meshwright import planfile
 from meshwright.observe.ranks import on_ranks
+from meshwright.parallel.groups.group import Group
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.remote import locations, transfer
 from meshwright.remote.locations import Location
@@ -29,7 +33,7 @@ from meshwright.spec.errors import CheckpointError, PlanError, RunError, StoreEr
 from meshwright.spec.plan.plan import Store
 from meshwright.store import checkpoint_folder, durable, mirror, owner, saver
 from meshwright.store.mirror import Mirror, Uploader
-from meshwright.store.owner import OWNER, Process
+from meshwright.store.owner import OWNER, Ownership, Process
 from meshwright.store.run_folder import RunLock
 from meshwright.store.saver import UPLOADED, Saver
 from meshwright.store.stored_run import StoredRun
@@ -383,6 +387,41 @@ def test_a_slow_store_delays_uploads_not_steps(texts: Path, tmp_path: Path, url:
     assert notes.uploads[-1] == 10 and {*notes.uploads} <= {*steps} and len(notes.saves) == 10
     wipe(tmp_path / "run")
     loop.run(plan(texts, tmp_path / "run", url, steps=12), resume="auto")
+
+
+def calls_in(work: Callable[[], None]) -> Counter[str]:
+    """Calls that the engine makes in this thread, of Python and of C."""
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, called: Any) -> None:
+        if event in ("call", "c_call") and "/meshwright/" in frame.f_code.co_filename:
+            calls[frame.f_code.co_qualname if event == "call" else called.__qualname__] += 1
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_save_beside_an_upload_makes_the_calls_of_one_without_a_store(tmp_path: Path, url: str) -> None:
+    """So a step waits for the same copy. Time on a machine whose processors the upload shares tells nothing."""
+    tensors, counts = {"model.weight": torch.zeros(64_000)}, []
+    for bandwidth in (0.0, 0.05):
+        folder = tmp_path / f"{bandwidth}" / "checkpoints"
+        folder.mkdir(parents=True)
+        for name in mirror.RECORDS:
+            (folder.parent / name).touch()
+        store, ownership = Store(url=url, bandwidth=bandwidth), Ownership(Location.open(url))
+        uploads = mirror.Mirror(store, ownership, rank=0, writers=1) if bandwidth else None
+        with Saver(folder, keep_last=9, group=Group("saving"), saved=lambda *_: None, mirror=uploads) as saving:
+            for step in (1, 2):
+                saving.save(step, tensors, {"step": step}, None)
+                saving.wait()
+            assert uploads is None or uploads.step == 1, "its upload is under way"
+            counts.append(calls_in(partial(saving.save, 3, tensors, {"step": 3}, None)))
+    assert counts[0] == counts[1] and counts[0]["Staging.copy"] == 1
 
 
 def test_an_upload_that_fails_for_good_ends_the_run_with_one_line(
